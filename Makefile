@@ -1,0 +1,51 @@
+# One virtual environment, rebuilt when the declared dependencies change.
+#
+# It holds an editable install, so that an edit counts at once in whatever is run from it by hand.
+# `make test` puts a wheel, built on the spot, in front of it: what is tested is what users get,
+# so a file missing from the wheel fails here.
+
+PYTHON ?= python3
+ARGS   ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+WHEEL := $(VENV)/wheel
+# Errors still show.
+PIP   := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
+
+.DELETE_ON_ERROR:
+.PHONY: help lab test lint bench clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+lab: $(VENV)/.lab ## train under all four schemes and write the report (ARGS="..." goes to `zerosim lab`)
+	@$(BIN)/zerosim lab $(ARGS)
+
+test: lint ## lint, then run every test against a freshly built wheel (ARGS="..." goes to pytest)
+	@rm -rf $(WHEEL)
+	@$(PIP) --no-deps --target $(WHEEL) .
+	PYTHONPATH=$(CURDIR)/$(WHEEL) $(BIN)/pytest -n auto $(ARGS)
+
+lint: $(VENV)/.dev ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.lab ## time a training step (ARGS="..." goes to the benchmark)
+	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
+
+clean: ## remove the environment, caches and builds; results in out/ stay
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("zerosim needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -m venv --clear $(VENV)
+
+$(VENV)/.lab: EXTRAS =
+$(VENV)/.dev: EXTRAS = [dev]
+$(VENV)/.lab $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing zerosim$(EXTRAS) into $(VENV)"
+	@$(PIP) --constraint constraints.txt --editable '.$(EXTRAS)'
+	@touch $@
