@@ -1,0 +1,263 @@
+"""Ring collectives over one primitive, ``shift``, and the ring of a single process.
+
+Owns the ring all-reduce, reduce-scatter and all-gather (Patarasuk and Yuan 2009) and the
+byte counter inside the hop. Must not know models or memory bands: its blocks come from a
+workspace, and whose bytes they are is a label that the caller gives.
+
+A buffer [R, N*C] is N chunks for each of the R ranks of this process; chunk c is owned by
+rank c. Data flows to lower ranks, N-1 hops of one chunk:
+
+* **reduce-scatter**: rank r first hands over chunk r+1. What arrives at hop t is the sum so
+  far of chunk r+t+1, to which r adds its own. So the sum of chunk c starts with x[c-1], adds
+  x[c-2], ..., and x[c] last, each partial sum rounded to the wire dtype. It is the order of
+  torch's gloo all-reduce, which makes the two comparable bit for bit.
+* **all-gather**: rank r first hands over the chunk it owns and then whatever arrived.
+* **all-reduce**: the one and then the other. Each sends (N-1)/N of the buffer per rank, which
+  is why it costs 2(N-1)/N and why ZeRO-1 and -2 get their gradients for half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Shaped
+
+from zerosim.bands import FP32, Array, DType
+from zerosim.casts import convert
+from zerosim.measure import Ledger
+
+_REGISTER = 65_536  # elements, of all ranks here together, that are cast before they are added
+
+Pieces = list[tuple[slice, Array]]  # rows of a block in flight, and what belongs to them
+Hop = Callable[[Array, Array, int], Array]
+
+
+@runtime_checkable
+class Blocks(Protocol):
+    """Where the ring's blocks come from and go back to."""
+
+    unit: str
+
+    def hold(self, *shape: int) -> Array: ...
+
+    def free(self, array: Array) -> None: ...
+
+
+@runtime_checkable
+class Ring(Protocol):
+    """A world of ranks: N of them in all, R of them in this process.
+
+    A block in flight is [R, C]. Which rank a row of it is at is the ring's own affair;
+    ``chunks`` gives the ranks' data in the same order, so that row meets row.
+    """
+
+    @property
+    def size(self) -> int:
+        """N, the world size."""
+        ...
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The ranks that live in this process."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """An array of this world, contents undefined."""
+        ...
+
+    def shift(self, block: Shaped[Array, "R C"], spare: Shaped[Array, "R C"]) -> Shaped[Array, "R C"]:
+        """Hand ``block`` to rank r-1 and return the one that rank r+1 handed over.
+
+        It arrives in ``spare``, or, where the rows have only changed their ranks, as a
+        read-only view of ``block``.
+        """
+        ...
+
+    def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
+        """For each rank r its chunk (r + hop) mod N of ``buffer`` [R, N*C], as views [rows, C]
+        with the rows of a block in flight that they belong to."""
+        ...
+
+
+class LocalRing:
+    """All N ranks in one process: R = N, and a hop moves no bytes but says whose they are now.
+
+    Row c of a block in flight is chunk c, wherever it is. After t hops it is at rank c-t, so
+    what it meets there lies on a diagonal of [rank, chunk]: two strided views, no copy.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = n = size
+        self.ids = range(n)
+        # Rows rank*N + chunk of the table for each hop t: ranks 0 .. N-t-1 meet chunks t .. N-1,
+        # and ranks N-t .. N-1 chunks 0 .. t-1; each beside the rows of the block that they are.
+        self._diagonals = [
+            [
+                (slice(t, n), slice(t, t + (n - t - 1) * (n + 1) + 1, n + 1)),
+                *([(slice(0, t), slice((n - t) * n, None, n + 1))] if t else []),
+            ]
+            for t in range(n)
+        ]
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        return np.empty(shape, dtype)
+
+    def shift(self, block: Shaped[Array, "R C"], spare: Shaped[Array, "R C"]) -> Shaped[Array, "R C"]:
+        arrived = block.view()
+        arrived.flags.writeable = False
+        return arrived
+
+    def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
+        table = buffer.reshape(self.size**2, -1)  # a view, as buffers are contiguous
+        return [(rows, table[diagonal]) for rows, diagonal in self._diagonals[hop % self.size]]
+
+
+class Comm:
+    """The collectives of one process's ranks.
+
+    ``wire`` is the dtype that blocks travel in: they are cast from the buffer's dtype as
+    they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
+    in flight, one going and one coming; ``ledger`` is told of every hop.
+    """
+
+    def __init__(self, ring: Ring, wire: DType, blocks: Blocks, ledger: Ledger) -> None:
+        self.ring, self.wire, self.blocks, self.ledger = ring, wire, blocks, ledger
+
+    def own(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
+        """The chunk of ``buffer`` [R, N*C] that each rank owns, as a view [R, C]."""
+        [(_, view)] = self.ring.chunks(buffer, 0)
+        return view
+
+    def all_reduce(self, buffer: Shaped[Array, "R L"], size: int, *, scale: float, band: str, unit: str) -> None:
+        """Replace ``buffer`` [R, N*C] on every rank by the ranks' sum times ``scale``.
+
+        ``size`` is its logical length, the rest being padding. The scaling is done in fp32
+        and rounded once, by the chunk's owner, before the result travels.
+        """
+        self.reduce_scatter(buffer, self.own(buffer), size, scale=scale, band=band, unit=unit, name="all-reduce")
+        self.all_gather(buffer, size, band=band, unit=unit, name="all-reduce")
+
+    def reduce_scatter(
+        self,
+        buffer: Shaped[Array, "R L"],
+        out: Shaped[Array, "R C"],
+        size: int,
+        *,
+        scale: float,
+        band: str,
+        unit: str,
+        name: str = "reduce-scatter",
+    ) -> None:
+        """Write to ``out`` [R, C] the sum over ranks, times ``scale``, of the chunk that each rank owns.
+
+        ``out`` may be that chunk of ``buffer`` [R, N*C] itself. Nothing else of ``buffer`` changes.
+        """
+        with self._flight(buffer, size, name, band, unit) as (block, spare, hop):
+            summands = self._summands(buffer)
+            for rows, mine in next(summands):
+                block[rows] = mine
+            for sent, pieces in enumerate(summands, start=1):
+                arrived = hop(block, spare, sent)
+                for rows, mine in pieces:
+                    np.add(arrived[rows], mine, out=spare[rows])
+                block, spare = spare, block
+            total = block if self.wire == FP32 else block.astype(FP32)
+            np.multiply(total, np.float32(scale), out=total)
+            convert(total, out)
+
+    def all_gather(
+        self,
+        buffer: Shaped[Array, "R L"],
+        size: int,
+        own: Shaped[Array, "R C"] | None = None,
+        *,
+        band: str,
+        unit: str,
+        name: str = "all-gather",
+    ) -> None:
+        """Fill ``buffer`` [R, N*C] on every rank with the chunks that the ranks own.
+
+        ``own`` [R, C] is where they lie; without it each is in its place in ``buffer`` already.
+        """
+        if own is None:
+            own = self.own(buffer)
+        else:
+            convert(own, self.own(buffer))
+        with self._flight(buffer, size, name, band, unit) as (block, spare, hop):
+            convert(own, block)
+            same = self.wire == buffer.dtype
+            landed = np.empty_like(own)  # a register: the block in the dtype that it is written in
+            for sent in range(self.ring.size - 1):
+                arrived = hop(block, spare, sent)
+                if arrived is spare:
+                    block, spare = spare, block
+                if same:
+                    landed = arrived
+                elif sent == 0 or arrived is block:  # bits that have not been cast yet
+                    convert(arrived, landed)
+                for rows, chunk in self.ring.chunks(buffer, sent + 1):
+                    chunk[...] = landed[rows]
+
+    @contextmanager
+    def _flight(
+        self, buffer: Array, size: int, collective: str, band: str, unit: str
+    ) -> Iterator[tuple[Array, Array, Hop]]:
+        """The two blocks of a collective, held while it runs, and its hop: the only place where bytes are counted."""
+        if not buffer.flags.c_contiguous:
+            raise ValueError(
+                f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
+                f"got strides {buffer.strides} for shape {buffer.shape}. Pass what hold returned, not a view of it."
+            )
+        rows, chunk = len(self.ring.ids), buffer.shape[1] // self.ring.size
+        padding = self._padding(buffer.shape[1], size)
+        first = self.ring.ids[0]
+        self.blocks.unit = unit
+        with self.ledger.sending(collective, band, unit) as traffic:
+            block, spare = self.blocks.hold(chunk), self.blocks.hold(chunk)
+
+            def hop(block: Array, spare: Array, offset: int) -> Array:
+                """Each rank r hands on ``block``, which is of chunk r + offset, and gets the one above's."""
+                arrived = self.ring.shift(block, spare)
+                sent = None if padding is None else padding[first + offset : first + offset + rows]
+                traffic.hop(block.nbytes // rows, arrived.nbytes // rows, sent)
+                return arrived
+
+            try:
+                yield block, spare, hop
+            finally:
+                self.blocks.free(block)
+                self.blocks.free(spare)
+
+    def _summands(self, buffer: Array) -> Iterator[Pieces]:
+        """Each rank's chunks r+1, r+2, ..., r+N, in the wire's dtype, in the order in which they are added.
+
+        Where that takes a cast, a few chunks are cast at a time, in a register of bounded size:
+        a cast has a fixed cost, and chunks are small where ranks are many.
+        """
+        chunks, n = self.ring.chunks, self.ring.size
+        if self.wire == buffer.dtype:
+            yield from (chunks(buffer, hop) for hop in range(1, n + 1))
+            return
+        shape = len(self.ring.ids), buffer.shape[1] // n
+        ahead = min(n, max(1, _REGISTER // (shape[0] * shape[1])))
+        stored = np.empty_like(buffer, shape=(ahead, *shape))
+        cast = np.empty_like(buffer, self.wire, shape=(ahead, *shape))
+        for first in range(1, n + 1, ahead):
+            some = range(first, min(first + ahead, n + 1))
+            for register, hop in zip(stored, some, strict=False):
+                for rows, chunk in chunks(buffer, hop):
+                    register[rows] = chunk
+            convert(stored[: len(some)], cast[: len(some)])
+            yield from ([(slice(None), mine)] for mine in cast[: len(some)])
+
+    def _padding(self, padded: int, size: int) -> npt.NDArray[np.int64] | None:
+        """Bytes of padding in chunk c on the wire, c = 0 .. 2N-1 modulo N, or None where there is none."""
+        if size == padded:
+            return None
+        chunk = padded // self.ring.size
+        ends = np.arange(chunk, padded + chunk, chunk)
+        return np.tile(np.clip(ends - size, 0, chunk) * self.wire.itemsize, 2)

@@ -1,0 +1,241 @@
+"""Layers with an explicit forward and backward and a flat layout; the MLP and its loss.
+
+Must not know ranks or sharding: the leading axis of every array is "copies of the model",
+each with weights and data of its own. Parameters arrive as one flat row per copy, in the
+working dtype; arithmetic is fp32, and the upcast is a register of the matmul, made anew
+each time it is needed and kept nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from zerosim.bands import FP32, Array
+from zerosim.casts import convert
+
+_REGISTER_BYTES = 4 * 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
+
+
+@runtime_checkable
+class Workspace(Protocol):
+    """What a layer may ask of the world: room for activations, and a counter of its FLOPs."""
+
+    def hold(self, *shape: int) -> Array: ...
+
+    def free(self, array: Array) -> None: ...
+
+    def flops(self, count: int) -> None: ...
+
+
+@runtime_checkable
+class Layer(Protocol):
+    """A function of flat parameters with a backward.
+
+    A layer owns the activation it returns and frees it in its backward, together with the
+    gradient that it is handed; its input is its producer's to free.
+    """
+
+    name: str
+    size: int
+    """P, the logical number of parameters."""
+
+    def init(self, rng: np.random.Generator) -> Float[Array, "P"]:
+        """Fresh parameters [P], fp32."""
+        ...
+
+    def forward(
+        self, params: Shaped[Array, "R L"], x: Float[Array, "R B I"], work: Workspace
+    ) -> tuple[Float[Array, "R B O"], Any]:
+        """The output [R, B, O] for ``params`` [R, P or more] and ``x`` [R, B, I], and what backward needs."""
+        ...
+
+    def backward(
+        self,
+        params: Shaped[Array, "R L"],
+        saved: Any,
+        dy: Float[Array, "R B O"],
+        grads: Shaped[Array, "R L"],
+        work: Workspace,
+        *,
+        need_dx: bool,
+    ) -> Float[Array, "R B I"] | None:
+        """Write the gradients to ``grads`` [R, P or more], in its dtype; return dx [R, B, I] if it is needed."""
+        ...
+
+
+class Linear:
+    """y = x W + b, then ReLU if ``relu``. Flat layout: W [I, O] row by row, then b [O]."""
+
+    def __init__(self, fan_in: int, fan_out: int, *, relu: bool, name: str) -> None:
+        self.fan_in, self.fan_out, self.relu, self.name = fan_in, fan_out, relu, name
+        self.size = fan_in * fan_out + fan_out
+
+    def init(self, rng: np.random.Generator) -> Float[Array, "P"]:
+        """He's initialisation (arXiv 1502.01852) and zero biases."""
+        weight = rng.standard_normal((self.fan_in, self.fan_out)) * np.sqrt(2 / self.fan_in)
+        return np.concatenate([weight.reshape(-1), np.zeros(self.fan_out)]).astype(np.float32)
+
+    def forward(
+        self, params: Shaped[Array, "R L"], x: Float[Array, "R B I"], work: Workspace
+    ) -> tuple[Float[Array, "R B O"], Any]:
+        y = work.hold(x.shape[1], self.fan_out)
+        for some, register in self._registers(params):
+            weight, bias = self._split(_as_fp32(params[some, : self.size], register))
+            np.matmul(x[some], weight, out=y[some])
+            np.add(y[some], bias[:, None, :], out=y[some])
+        if self.relu:
+            np.maximum(y, 0, out=y)
+        work.flops(2 * x.shape[1] * self.fan_in * self.fan_out)
+        return y, (x, y)
+
+    def backward(
+        self,
+        params: Shaped[Array, "R L"],
+        saved: Any,
+        dy: Float[Array, "R B O"],
+        grads: Shaped[Array, "R L"],
+        work: Workspace,
+        *,
+        need_dx: bool,
+    ) -> Float[Array, "R B I"] | None:
+        x, y = saved
+        if self.relu:
+            np.multiply(dy, y > 0, out=dy)
+        work.free(y)
+        dx = work.hold(x.shape[1], self.fan_in) if need_dx else None
+        for some, register in self._registers(params):
+            target = grads[some, : self.size]
+            grad = target if target.dtype == FP32 else register
+            weight, bias = self._split(grad)
+            np.matmul(x[some].swapaxes(1, 2), dy[some], out=weight)
+            np.add.reduce(dy[some], axis=1, out=bias)
+            if grad is register:
+                convert(grad, target)
+            if dx is not None:
+                weight, _ = self._split(_as_fp32(params[some, : self.size], register))
+                np.matmul(dy[some], weight.swapaxes(1, 2), out=dx[some])
+        work.free(dy)
+        work.flops((2 + 2 * need_dx) * x.shape[1] * self.fan_in * self.fan_out)
+        return dx
+
+    def _split(self, flat: Array) -> tuple[Array, Array]:
+        """Views of W [R, I, O] and b [R, O]."""
+        cut = self.fan_in * self.fan_out
+        return np.reshape(flat[:, :cut], (-1, self.fan_in, self.fan_out), copy=False), flat[:, cut : self.size]
+
+    def _registers(self, params: Array) -> Iterator[tuple[slice, Array]]:
+        """Go through the copies a few at a time, with an fp32 scratch [some, P] that stays in the cache.
+
+        Parameters that are fp32 already need none, nor to be taken apart.
+        """
+        copies = len(params)
+        if params.dtype == FP32:
+            yield slice(0, copies), params
+            return
+        some = min(copies, max(1, _REGISTER_BYTES // (4 * self.size)))
+        scratch = np.empty_like(params, FP32, shape=(some, self.size))
+        for start in range(0, copies, some):
+            stop = min(start + some, copies)
+            yield slice(start, stop), scratch[: stop - start]
+
+
+def _as_fp32(values: Array, register: Array) -> Array:
+    if values.dtype == FP32:
+        return values
+    convert(values, register)
+    return register
+
+
+class Chain:
+    """Layers one after another, itself a layer: the flat layout is theirs, end to end."""
+
+    def __init__(self, layers: Sequence[Layer], *, name: str) -> None:
+        self.layers, self.name = tuple(layers), name
+        self.size = sum(layer.size for layer in layers)
+
+    def init(self, rng: np.random.Generator) -> Float[Array, "P"]:
+        return np.concatenate([layer.init(rng) for layer in self.layers])
+
+    def forward(
+        self, params: Shaped[Array, "R L"], x: Float[Array, "R B I"], work: Workspace
+    ) -> tuple[Float[Array, "R B O"], Any]:
+        saved = []
+        for layer, part in self._parts():
+            x, kept = layer.forward(params[:, part], x, work)
+            saved.append(kept)
+        return x, saved
+
+    def backward(
+        self,
+        params: Shaped[Array, "R L"],
+        saved: Any,
+        dy: Float[Array, "R B O"],
+        grads: Shaped[Array, "R L"],
+        work: Workspace,
+        *,
+        need_dx: bool,
+    ) -> Float[Array, "R B I"] | None:
+        parts = list(self._parts())
+        for index in reversed(range(len(parts))):
+            layer, part = parts[index]
+            wanted = need_dx or index > 0
+            dx = layer.backward(params[:, part], saved[index], dy, grads[:, part], work, need_dx=wanted)
+            if dx is None:
+                return None
+            dy = dx
+        return dy
+
+    def _parts(self) -> Iterator[tuple[Layer, slice]]:
+        start = 0
+        for layer in self.layers:
+            yield layer, slice(start, start + layer.size)
+            start += layer.size
+
+
+class MLP(Chain):
+    """A multi-layer perceptron with ReLU between layers, trained to least squares.
+
+    ``widths`` are the layer widths, input first: the default is 64-128-128-64, 33,088
+    parameters. ``seed`` fixes the initial weights, drawn layer by layer.
+    """
+
+    def __init__(self, widths: Sequence[int] = (64, 128, 128, 64), seed: int = 0) -> None:
+        if len(widths) < 2 or any(not isinstance(width, int) or width < 1 for width in widths):
+            raise ValueError(f"MLP(widths): needs two or more positive integers, input width first; got {widths!r}.")
+        self.widths, self.seed = tuple(widths), seed
+        last = len(widths) - 2
+        super().__init__(
+            [
+                Linear(fan_in, fan_out, relu=index < last, name=f"layer {index + 1}")
+                for index, (fan_in, fan_out) in enumerate(pairwise(widths))
+            ],
+            name="model",
+        )
+
+    @property
+    def n_params(self) -> int:
+        """The logical number of parameters, padding left out."""
+        return self.size
+
+    def initial(self) -> Float[Array, "P"]:
+        """The initial parameters [P], fp32: the same at every call."""
+        return self.init(np.random.default_rng(self.seed))
+
+    def loss(
+        self, y: Float[Array, "R B O"], target: Float[Array, "R B O"], work: Workspace
+    ) -> tuple[Float[Array, "R"], Float[Array, "R B O"]]:
+        """Mean squared error of each copy over its own rows and columns [R], and its gradient [R, B, O].
+
+        Frees ``target``, which is not needed any more.
+        """
+        dy = work.hold(*y.shape[1:])
+        np.subtract(y, target, out=dy)
+        work.free(target)
+        losses = np.square(dy).mean(axis=(1, 2), dtype=np.float64)
+        np.multiply(dy, np.float32(2 / (dy.shape[1] * dy.shape[2])), out=dy)
+        return losses, dy

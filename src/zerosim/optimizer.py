@@ -1,0 +1,88 @@
+"""Adam on whatever slice it is handed.
+
+Must not know ranks or sharding: it is elementwise, so a slice is updated to the same bits
+whether its neighbours are there or not. That is why sharding the optimizer is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float32
+
+from zerosim.bands import Array
+from zerosim.casts import convert
+
+_BLOCK = 32_768  # elements that go through all thirteen operations while they are in the cache
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma and Ba, arXiv 1412.6980), bias-corrected, eps added after the square root.
+
+    The operations and their order are those of torch.optim.Adam's for-loop form, so that
+    the moments can be compared with it bit for bit.
+    """
+
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"Adam(lr): the learning rate must be positive; got {self.lr!r}.")
+        if not all(0 <= beta < 1 for beta in self.betas) or len(self.betas) != 2:
+            raise ValueError(f"Adam(betas): two numbers in [0, 1) are needed; got {self.betas!r}.")
+        if not self.eps > 0:
+            raise ValueError(f"Adam(eps): must be positive; got {self.eps!r}.")
+
+    def update(
+        self,
+        params: Float32[Array, "R n"],
+        grads: Float[Array, "R n"],
+        exp_avg: Float32[Array, "R n"],
+        exp_avg_sq: Float32[Array, "R n"],
+        step: int,
+        flops: Callable[[int], None],
+    ) -> None:
+        """Update ``params`` and both moments [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
+
+        ``step`` counts from 1. ``flops`` is told the operations done per row. The
+        temporaries are registers: they live for one block and are not held.
+        """
+        beta1, beta2 = self.betas
+        step_size = self.lr / (1 - beta1**step)
+        root_correction = (1 - beta2**step) ** 0.5
+        rows, length = params.shape
+        some, width = max(1, _BLOCK // max(length, 1)), min(length, _BLOCK)
+        done = 0
+        g = np.empty_like(params, shape=(min(some, rows), width))
+        t = np.empty_like(g)
+        for top in range(0, rows, some):
+            for left in range(0, length, _BLOCK):
+                part = (slice(top, top + some), slice(left, left + _BLOCK))
+                p, m, v = params[part], exp_avg[part], exp_avg_sq[part]
+                grad, tmp = g[: p.shape[0], : p.shape[1]], t[: p.shape[0], : p.shape[1]]
+                convert(grads[part], grad)
+                operations: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
+                    (np.subtract, grad, m, tmp),  # m += (1 - beta1) * (g - m)
+                    (np.multiply, tmp, 1 - beta1, tmp),
+                    (np.add, m, tmp, m),
+                    (np.multiply, v, beta2, v),  # v = beta2 * v + (1 - beta2) * g * g
+                    (np.multiply, grad, 1 - beta2, tmp),
+                    (np.multiply, tmp, grad, tmp),
+                    (np.add, v, tmp, v),
+                    (np.sqrt, v, None, tmp),  # p -= step_size * m / (sqrt(v) / root_correction + eps)
+                    (np.divide, tmp, root_correction, tmp),
+                    (np.add, tmp, self.eps, tmp),
+                    (np.multiply, m, -step_size, grad),
+                    (np.divide, grad, tmp, grad),
+                    (np.add, p, grad, p),
+                )
+                for operation, a, b, out in operations:
+                    operation(a, out=out) if b is None else operation(a, b, out=out)
+                done += len(operations) * p.shape[0] * p.shape[1]
+        flops(done // rows)

@@ -1,0 +1,164 @@
+"""What the ranks of this process hold.
+
+Owns ``hold`` and ``free``, the only way memory comes and goes, and the memory limit of a
+card. Must not know communication, models or schedules.
+
+A band's arrays have the ranks as rows: ``Ranks`` allocates all of them at once, ``Rank`` is
+a reading view of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from zerosim.bands import Array, Band, DType
+from zerosim.measure import Ledger
+
+
+class OutOfMemory(MemoryError):
+    """A hold would have passed the card's capacity. Nothing was allocated; the ledger stands as it was.
+
+    Attributes: ``rank``, ``band``, ``unit`` (the layer), ``asked`` bytes, ``held`` bytes by
+    band, ``capacity`` bytes, and ``ledger``, the run's record up to here.
+    """
+
+    def __init__(self, rank: int, band: Band, unit: str, asked: int, capacity: int, ledger: Ledger) -> None:
+        self.rank, self.band, self.unit = rank, band, unit
+        self.asked, self.capacity, self.ledger = asked, capacity, ledger
+        self.held = {name: nbytes for name, nbytes in ledger.held.items() if nbytes}
+        held = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.held.items()) or "nothing"
+        super().__init__(
+            f"Out of memory on rank {rank} (every rank here holds the same): tried to hold {asked:,} B of "
+            f"{band}{f' for {unit}' if unit else ''}; the card has {capacity:,} B, of which {ledger.total:,} B "
+            f"are held ({held}) and {capacity - ledger.total:,} B free. Use more ranks, a higher stage or a "
+            f"larger card."
+        )
+
+
+@dataclass
+class _Allocation:
+    array: Array
+    band: Band
+    unit: str
+
+
+class Ranks:
+    """The memory of the ranks that live in this process, ``ids``; ``ranks[i]`` reads the i-th of them.
+
+    ``dtypes`` gives each band's dtype; ``empty`` is how this world makes an array;
+    ``capacity`` is the memory of one card in bytes, or None for no limit.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        dtypes: Mapping[Band, DType],
+        ledger: Ledger,
+        empty: Callable[[tuple[int, ...], DType], Array],
+        capacity: int | None = None,
+    ) -> None:
+        self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
+        self._empty = empty
+        self._live: dict[int, _Allocation] = {}
+        self._spare: dict[tuple[tuple[int, ...], DType], list[Array]] = {}  # freed, to be handed out again
+
+    def hold(self, band: Band, shape: tuple[int, ...], unit: str = "") -> Array:
+        """Allocate [R, *shape] of the band's own dtype, so that nothing wider slips in; contents undefined.
+
+        Raises OutOfMemory, before allocating, if a card's capacity would be passed.
+        """
+        dtype = self.dtypes[band]
+        if self.capacity is not None:
+            asked = dtype.itemsize
+            for side in shape:
+                asked *= side
+            if self.ledger.total + asked > self.capacity:
+                raise OutOfMemory(self.ids[0], band, unit, asked, self.capacity, self.ledger)
+        spare = self._spare.get((shape, dtype))
+        array = spare.pop() if spare else self._empty((len(self.ids), *shape), dtype)
+        self._live[id(array)] = _Allocation(array, band, unit)
+        self.ledger.hold(band, array.nbytes // len(self.ids), unit)
+        return array
+
+    def free(self, array: Array) -> None:
+        """Give back what ``hold`` returned: that array itself, not a view of it. ValueError otherwise."""
+        allocation = self._live.get(id(array))
+        if allocation is None or allocation.array is not array:
+            raise ValueError(
+                f"Ranks.free takes an array that hold returned and that is still held; got one of shape "
+                f"{array.shape}. Pass the array itself, not a view, and only once."
+            )
+        del self._live[id(array)]
+        self._spare.setdefault((array.shape[1:], array.dtype), []).append(array)
+        self.ledger.free(allocation.band, array.nbytes // len(self.ids), allocation.unit)
+
+    def live(self, band: Band | None = None) -> Iterator[tuple[Band, str, Array]]:
+        """Everything held now (of ``band``): band, unit, and the [R, ...] array, in order of allocation."""
+        for allocation in list(self._live.values()):
+            if band is None or allocation.band is band:
+                yield allocation.band, allocation.unit, allocation.array
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Rank]:
+        return (Rank(self, row) for row in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> Rank: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Rank]: ...
+
+    def __getitem__(self, index: int | slice) -> Rank | list[Rank]:
+        rows = range(len(self))[index]
+        return Rank(self, rows) if isinstance(rows, int) else [Rank(self, row) for row in rows]
+
+
+class Rank:
+    """One virtual GPU, for reading: row ``row`` of every band. Its arrays are views that cannot be written."""
+
+    def __init__(self, ranks: Ranks, row: int) -> None:
+        self.id = ranks.ids[row]
+        self._ranks, self._row = ranks, row
+
+    def __repr__(self) -> str:
+        return f"Rank({self.id}: {', '.join(f'{band} {nbytes:,} B' for band, nbytes in self.held().items())})"
+
+    def __getitem__(self, band: Band | str) -> list[Array]:
+        """This rank's arrays of ``band``, one per unit, in the order in which they were allocated."""
+        views = []
+        for _, _, array in self._ranks.live(Band(band)):
+            view = array[self._row]
+            view.flags.writeable = False
+            views.append(view)
+        return views
+
+    def held(self) -> dict[str, int]:
+        """Bytes by band, counted anew from the arrays that exist, not read from the ledger."""
+        held: dict[str, int] = {}
+        for band, _, array in self._ranks.live():
+            held[band] = held.get(band, 0) + array[self._row].nbytes
+        return held
+
+
+class Workspace:
+    """``hold`` and ``free`` for one band: what a room that needs scratch, but must not know bands, is handed."""
+
+    def __init__(self, ranks: Ranks, band: Band) -> None:
+        self._ranks, self._band = ranks, band
+        self.unit = ""  # whose scratch it is at the moment
+
+    def hold(self, *shape: int) -> Array:
+        """Allocate [R, *shape] in the band."""
+        return self._ranks.hold(self._band, shape, self.unit)
+
+    def free(self, array: Array) -> None:
+        """Give it back."""
+        self._ranks.free(array)
+
+    def flops(self, count: int) -> None:
+        """Book floating-point operations, per rank."""
+        self._ranks.ledger.flops(count)

@@ -1,0 +1,233 @@
+"""What ZeRO predicts, as closed forms in exact integers for any N.
+
+Owns the formulas and their constants, stated from the papers and not read from the code that
+they are compared with: it shares only the bands' names with the rest. Never sees a run.
+
+Notation: N ranks; a bucket of P parameters is padded to L = C N with C = ceil(P/N); a
+working copy takes b bytes per parameter, a block on the wire w. Then, per rank,
+
+* resident: a state of k bytes takes k L where it is whole and k C where it is sharded, so 16,
+  4 + 12/N, 2 + 14/N and 16/N bytes per parameter when N divides every bucket
+  (arXiv 1910.02054, section 5, with K = 12);
+* traffic of a step: 2 (N-1) C w per bucket under data parallel, ZeRO-1 and ZeRO-2,
+  3 (N-1) C w under ZeRO-3 (section 7; ring costs: Patarasuk and Yuan 2009);
+* peak, activations left out: the resident bytes and, over the buckets, the largest of
+
+      2 w C              the ring's two blocks, under data parallel and ZeRO-1
+      b L + 2 w C        gradients not yet reduced, ZeRO-2; or a layer being gathered, ZeRO-3
+      b L + b L          a gathered layer and its gradients, in ZeRO-3's backward
+
+  where gather="model" replaces a gathered layer's b L by the whole model's.
+
+With activations the instants within a layer differ too; ``moments`` lists all that can be
+the highest, in the order of the schedule, so that the first of equals is the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerosim.bands import Band
+
+Bytes = dict[str, int]
+
+# Bytes per parameter of each model state, by precision.
+STATES: dict[str, dict[Band, int]] = {
+    "mixed": {Band.PARAMS: 2, Band.GRADS: 2, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
+    "bf16": {Band.PARAMS: 2, Band.GRADS: 2, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
+    "fp32": {Band.PARAMS: 4, Band.GRADS: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
+}
+WIRE = {"fp32": 4, "fp16": 2, "bf16": 2}
+ACTIVATION = 4  # fp32
+ADAM_OPERATIONS = 13  # per element: 3 for the first moment, 4 for the second, 6 for the update
+# The stage from which a state is sharded; anything that is not named here belongs to the optimizer.
+SHARDED_FROM = {Band.PARAMS: 3, Band.GRADS: 2}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, as the formulas see it.
+
+    ``stage`` is 0 for data parallel, 1, 2 or 3. ``buckets`` lists, for each flat buffer, the
+    (fan-in, fan-out) of its linear layers; ``rows`` is one rank's share of the batch.
+    """
+
+    stage: int
+    buckets: tuple[tuple[tuple[int, int], ...], ...]
+    ranks: int
+    rows: int = 0
+    precision: str = "mixed"
+    wire: str = "fp32"
+    gather: str = "layer"
+
+    def sizes(self) -> list[int]:
+        """P of each bucket: weights and biases."""
+        return [sum(fan_in * fan_out + fan_out for fan_in, fan_out in bucket) for bucket in self.buckets]
+
+    def chunks(self) -> list[int]:
+        """C of each bucket."""
+        return [-(-size // self.ranks) for size in self.sizes()]
+
+    def shards(self, stage: int) -> bool:
+        """Whether what is sharded from ``stage`` on is sharded here; one rank shards nothing."""
+        return self.stage >= stage and self.ranks > 1
+
+
+def resident(job: Job) -> Bytes:
+    """Bytes per rank between steps, by band."""
+    whole = sum(job.chunks()) * job.ranks
+    return {
+        band: each * (sum(job.chunks()) if job.shards(SHARDED_FROM.get(band, 1)) else whole)
+        for band, each in STATES[job.precision].items()
+    }
+
+
+def padding(job: Job) -> list[int]:
+    """Bytes of padding among the resident, for each rank: a whole state carries all of it, a shard its own."""
+    held = []
+    for rank in range(job.ranks):
+        nbytes = 0
+        for size, chunk in zip(job.sizes(), job.chunks(), strict=True):
+            everything = chunk * job.ranks - size
+            own = min(chunk, max(0, (rank + 1) * chunk - size))
+            for band, each in STATES[job.precision].items():
+                nbytes += each * (own if job.shards(SHARDED_FROM.get(band, 1)) else everything)
+        held.append(nbytes)
+    return held
+
+
+def traffic(job: Job) -> dict[str, Bytes]:
+    """Bytes that each rank sends in a step, by collective and band; nothing at N = 1."""
+    if job.ranks == 1:
+        return {}
+    once = (job.ranks - 1) * sum(job.chunks()) * WIRE[job.wire]
+    if job.stage == 0:
+        return {"all-reduce": {Band.GRADS: 2 * once}}
+    return {"reduce-scatter": {Band.GRADS: once}, "all-gather": {Band.PARAMS: (2 if job.stage == 3 else 1) * once}}
+
+
+def padding_sent(job: Job) -> list[int]:
+    """Bytes of padding that each rank sends in a step.
+
+    A reduce-scatter takes every chunk but its own past a rank, an all-gather every chunk but
+    that of the rank below, to which it sends.
+    """
+    n, each = job.ranks, WIRE[job.wire]
+    sent = [0] * n
+    if n == 1:
+        return sent
+    for size, chunk in zip(job.sizes(), job.chunks(), strict=True):
+        pads = [min(chunk, max(0, (rank + 1) * chunk - size)) for rank in range(n)]
+        for rank in range(n):
+            gathers = 2 if job.stage == 3 else 1
+            sent[rank] += each * (sum(pads) - pads[rank] + gathers * (sum(pads) - pads[(rank - 1) % n]))
+    return sent
+
+
+def flops(job: Job) -> dict[str, int]:
+    """Floating-point operations per rank and step, by phase.
+
+    Two per weight and row forward, four backward (but two in the first layer, whose input
+    needs no gradient); Adam's on everything that the rank updates.
+    """
+    layers = [layer for bucket in job.buckets for layer in bucket]
+    products = [2 * job.rows * fan_in * fan_out for fan_in, fan_out in layers]
+    updated = sum(job.chunks()) * (1 if job.shards(1) else job.ranks)
+    return {
+        "forward": sum(products),
+        "backward": 2 * sum(products) - products[0],
+        "optimizer": ADAM_OPERATIONS * updated,
+    }
+
+
+def peak_without_activations(job: Job) -> Bytes:
+    """The highest instant of what scales with the parameters, by band."""
+    return _highest(job, leave_out=Band.ACTIVATIONS)
+
+
+def peak(job: Job) -> Bytes:
+    """The highest instant of a step, activations and the batch included, by band."""
+    return _highest(job)
+
+
+def _highest(job: Job, leave_out: str = "") -> Bytes:
+    best: Bytes = {}
+    for moment in moments(job):
+        here = {band: nbytes for band, nbytes in moment.items() if nbytes and band != leave_out}
+        if sum(here.values()) > sum(best.values()):  # strictly: the first of equals stands
+            best = here
+    return best
+
+
+def moments(job: Job) -> Iterator[Bytes]:
+    """What a rank holds, by band, at each instant of a step that can be the highest, in order."""
+    states = resident(job)
+    itemsize = STATES[job.precision][Band.PARAMS]
+    wholes = [itemsize * chunk * job.ranks for chunk in job.chunks()]
+    rings = [2 * WIRE[job.wire] * chunk if job.ranks > 1 else 0 for chunk in job.chunks()]
+    gathers, at_once = job.shards(3), job.shards(3) and job.gather == "model"
+    unreduced = [whole if job.shards(2) else 0 for whole in wholes]
+    alive = _Activations(job)
+
+    def moment(gathered: int = 0, grads: int = 0, ring: int = 0) -> Bytes:
+        extra: Bytes = {
+            Band.GATHERED: gathered,
+            Band.UNREDUCED: grads,
+            Band.BLOCKS: ring,
+            Band.ACTIVATIONS: alive.nbytes,
+        }
+        return states | extra
+
+    def gathering_all() -> Iterator[Bytes]:
+        for index, ring in enumerate(rings):
+            yield moment(sum(wholes[: index + 1]), 0, ring)
+
+    def gathered(index: int) -> int:
+        return sum(wholes) if at_once else wholes[index] if gathers else 0
+
+    yield moment()
+    if at_once:
+        yield from gathering_all()
+    for index, layers in enumerate(job.buckets):
+        if gathers and not at_once:
+            yield moment(wholes[index], 0, rings[index])
+        for _, fan_out in layers:
+            alive.hold(fan_out)
+            yield moment(gathered(index))
+    alive.hold(alive.target)  # the loss's gradient, beside the target that it is the last to read
+    yield moment()
+    alive.free(alive.target)
+    if at_once:
+        yield from gathering_all()
+    for index in reversed(range(len(job.buckets))):
+        if gathers and not at_once:
+            yield moment(wholes[index], 0, rings[index])
+        yield moment(gathered(index), unreduced[index])
+        for position, (fan_in, fan_out) in reversed(list(enumerate(job.buckets[index]))):
+            alive.free(fan_out)  # the layer's output
+            if index or position:
+                alive.hold(fan_in)  # the gradient of its input
+                yield moment(gathered(index), unreduced[index])
+            alive.free(fan_out)  # the gradient of its output
+        yield moment(sum(wholes) if at_once else 0, unreduced[index], rings[index])
+    alive.free(job.buckets[0][0][0])
+    if job.stage in (1, 2):
+        for ring in rings:
+            yield moment(ring=ring)
+
+
+class _Activations:
+    """Bytes of the batch and the activations alive, as layers come and go; widths in, bytes out."""
+
+    def __init__(self, job: Job) -> None:
+        self._row = ACTIVATION * job.rows
+        self.target = job.buckets[-1][-1][1]
+        self.nbytes = 0
+        self.hold(job.buckets[0][0][0] + self.target)
+
+    def hold(self, width: int) -> None:
+        self.nbytes += self._row * width
+
+    def free(self, width: int) -> None:
+        self.nbytes -= self._row * width

@@ -1,0 +1,457 @@
+"""The ledger: time, peaks, traffic, reports and the log."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zerosim.bands import Band
+from zerosim.measure import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
+from zerosim.model import MLP
+from zerosim.schemes import SCHEMES, Stage
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self, now: float = 1009.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Stop(Exception):
+    """Ends a step early."""
+
+
+# -- time and work
+
+
+def test_phases_nest_without_double_booking() -> None:
+    """An inner phase's time is booked under it alone, and the phases add up to the step."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+    with ledger.step() as report:
+        clock.tick(2)
+        with ledger.during(Phase.BACKWARD):
+            clock.tick(3)
+            with ledger.during(Phase.COMMUNICATION):
+                clock.tick(5)
+            clock.tick(7)
+            with ledger.during(Phase.COMMUNICATION):
+                clock.tick(11)
+        clock.tick(13)
+    assert report.seconds == {Phase.OTHER: 2 + 13, Phase.BACKWARD: 3 + 7, Phase.COMMUNICATION: 5 + 11}
+
+
+def test_a_phase_within_itself_is_booked_once() -> None:
+    """Entering a phase again from inside it adds nothing."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+    with ledger.step() as report, ledger.during(Phase.FORWARD):
+        clock.tick(3)
+        with ledger.during(Phase.FORWARD):
+            clock.tick(5)
+    assert report.seconds == {Phase.OTHER: 0, Phase.FORWARD: 3 + 5}
+
+
+def test_time_between_steps_is_nobodys() -> None:
+    """What passes before, between and after steps is in no step's report."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+    clock.tick(17)
+    with ledger.step() as first:
+        clock.tick(2)
+    clock.tick(19)
+    with ledger.step() as second:
+        clock.tick(3)
+    clock.tick(23)
+    assert [first.seconds, second.seconds] == [{Phase.OTHER: 2}, {Phase.OTHER: 3}]
+
+
+def test_a_collective_takes_communication_time() -> None:
+    """While a collective is counted, time goes to communication, and then back to the phase around it."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+    with ledger.step() as report, ledger.during(Phase.OPTIMIZER):
+        clock.tick(2)
+        with ledger.sending("all-gather", "params", "a layer"):
+            clock.tick(5)
+        clock.tick(7)
+    assert report.seconds == {Phase.OTHER: 0, Phase.OPTIMIZER: 2 + 7, Phase.COMMUNICATION: 5}
+
+
+def test_flops_go_to_the_innermost_phase() -> None:
+    """FLOPs are booked under the phase in which they are reported, and stay integers past 2^63."""
+    ledger = Ledger(1)
+    with ledger.step() as report, ledger.during(Phase.FORWARD):
+        ledger.flops(3)
+        with ledger.during(Phase.OPTIMIZER):
+            ledger.flops(2**63)
+        ledger.flops(5)
+    assert report.flops == {Phase.FORWARD: 3 + 5, Phase.OPTIMIZER: 2**63}
+
+
+def test_an_error_closes_its_phases() -> None:
+    """After an error inside nested phases the ledger is back in the outermost one, and time before it is booked."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+
+    def break_down() -> None:
+        with ledger.step(), ledger.during(Phase.BACKWARD), ledger.sending("all-reduce", "a", ""):
+            clock.tick(3)
+            raise Stop
+
+    with pytest.raises(Stop):
+        break_down()
+    assert ledger.phase is Phase.OTHER
+    assert ledger.reports[0].seconds == {Phase.OTHER: 0, Phase.BACKWARD: 0, Phase.COMMUNICATION: 3}
+
+
+def test_a_caught_error_leads_back_to_the_phase_around() -> None:
+    """When an inner phase ends in an error that its caller survives, time goes to the phase around it again."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+
+    def break_down() -> None:
+        with ledger.during(Phase.COMMUNICATION):
+            clock.tick(3)
+            raise Stop
+
+    with ledger.step() as report, ledger.during(Phase.BACKWARD):
+        with pytest.raises(Stop):
+            break_down()
+        clock.tick(5)
+    assert report.seconds == {Phase.OTHER: 0, Phase.BACKWARD: 5, Phase.COMMUNICATION: 3}
+
+
+# -- memory
+
+
+def test_held_is_what_was_held_less_what_was_freed() -> None:
+    """Bytes are kept by band and in total."""
+    ledger = Ledger(1)
+    ledger.hold("a", 7, "")
+    ledger.hold("b", 11, "")
+    ledger.hold("a", 13, "")
+    ledger.free("a", 7, "")
+    assert (ledger.held, ledger.total) == ({"a": 7 + 13 - 7, "b": 11}, 7 + 11 + 13 - 7)
+
+
+def test_peak_is_taken_at_a_hold() -> None:
+    """The peak is the highest instant, though less is held before and after, with the bands of that instant."""
+    ledger = Ledger(1)
+    with ledger.step() as report:
+        with ledger.during(Phase.FORWARD):
+            ledger.hold("a", 17, "first")
+        ledger.free("a", 17, "first")  # so that its own maximum is not in the peak
+        ledger.hold("b", 5, "second")
+        with ledger.during(Phase.BACKWARD):
+            ledger.hold("c", 19, "third")
+        ledger.free("c", 19, "third")
+        ledger.hold("d", 2, "fourth")
+    assert report.peak == Peak(5 + 19, {"b": 5, "c": 19}, "third", Phase.BACKWARD)
+    assert report.resident == {"b": 5, "d": 2}
+
+
+def test_peak_keeps_its_bands() -> None:
+    """What comes and goes after the peak changes nothing in it."""
+    ledger = Ledger(1)
+    ledger.hold("a", 7, "")
+    peak = ledger.peak()
+    ledger.free("a", 7, "")
+    ledger.hold("a", 5, "")
+    assert ledger.peak() == peak == Peak(7, {"a": 7}, "", Phase.OTHER)
+
+
+def test_the_first_of_equal_instants_is_the_peak() -> None:
+    """Within a step an instant as high as the peak does not replace it."""
+    ledger = Ledger(1)
+    with ledger.step() as report:
+        ledger.hold("a", 7, "first")
+        ledger.free("a", 7, "first")
+        ledger.hold("b", 7, "second")
+    assert report.peak == report.peak_without_activations == Peak(7, {"a": 7}, "first", Phase.OTHER)
+
+
+def test_the_first_of_equal_steps_has_the_peak() -> None:
+    """Over the run, too, the first of equals stands."""
+    ledger = Ledger(1)
+    for band in ("a", "b", "c"):
+        with ledger.step():
+            ledger.hold(band, 7, "")
+            ledger.free(band, 7, "")
+    assert [ledger.peak().by_band, ledger.peak_without_activations().by_band] == [{"a": 7}] * 2
+
+
+def test_a_steps_peak_is_its_own() -> None:
+    """A step's peak starts from what is held when it begins; the run's is the highest of all."""
+    ledger = Ledger(1)
+    ledger.hold("a", 3, "")
+    with ledger.step() as first:
+        ledger.hold("b", 11, "")
+        ledger.free("b", 11, "")
+    with ledger.step() as second:
+        pass
+    with ledger.step() as third:
+        ledger.hold("b", 5, "")
+        ledger.free("b", 5, "")
+    assert [report.peak.total for report in (first, second, third)] == [3 + 11, 3, 3 + 5]
+    assert second.peak == second.peak_without_activations == Peak(3, {"a": 3}, "", Phase.OTHER)
+    assert [ledger.peak(), ledger.peak_without_activations()] == [first.peak] * 2
+
+
+def test_the_peak_before_the_first_step_counts() -> None:
+    """The run's peak remembers what was held, and freed again, before any step."""
+    ledger = Ledger(1)
+    ledger.hold("a", 29, "")
+    ledger.free("a", 29, "")
+    with ledger.step():
+        ledger.hold("b", 3, "")
+    assert ledger.peak() == ledger.peak_without_activations() == Peak(29, {"a": 29}, "", Phase.OTHER)
+
+
+def test_apart_bands_are_left_out_of_the_second_peak() -> None:
+    """The peak without activations has an instant of its own, and no band that is apart."""
+    ledger = Ledger(1, apart=["x"])
+    with ledger.step() as report:
+        ledger.hold("a", 5, "first")
+        ledger.hold("x", 23, "second")
+        ledger.free("a", 5, "first")
+        ledger.hold("b", 7, "third")
+        ledger.free("x", 23, "second")
+        ledger.hold("x", 2, "fourth")
+    assert report.peak == Peak(23 + 7, {"x": 23, "b": 7}, "third", Phase.OTHER)
+    assert report.peak_without_activations == Peak(7, {"b": 7}, "third", Phase.OTHER)
+
+
+def test_holding_an_apart_band_is_no_peak_without_it() -> None:
+    """However much of an apart band is held, at the step's start too, the second peak does not move."""
+    ledger = Ledger(1, apart=["x"])
+    ledger.hold("a", 5, "first")
+    ledger.hold("x", 31, "second")
+    with ledger.step() as report:
+        ledger.hold("x", 37, "third")
+    assert report.peak_without_activations.total == ledger.peak_without_activations().total == 5
+    assert report.peak.total == ledger.peak().total == 5 + 31 + 37
+
+
+# -- traffic
+
+
+def test_a_hop_is_counted_for_every_rank() -> None:
+    """Bytes sent, received and padding add up rank by rank, and messages by hop."""
+    traffic = Traffic(3)
+    traffic.hop(7, 11, np.array([2, 0, 3]))
+    traffic.hop(13, 17, None)
+    traffic.hop(0, 0, np.array([0, 5, 0]))
+    assert traffic.sent.tolist() == [7 + 13] * 3
+    assert traffic.received.tolist() == [11 + 17] * 3
+    assert traffic.padding.tolist() == [2, 5, 3]
+    assert traffic.messages == 3
+
+
+def send(ledger: Ledger, nbytes: int, collective: str = "all-gather", band: str = "params", unit: str = "") -> None:
+    with ledger.sending(collective, band, unit) as traffic:
+        traffic.hop(nbytes, nbytes, None)
+
+
+def test_sent_accumulates_over_the_run() -> None:
+    """Bytes sent before, in, between and after steps are all in the run's count, as Python integers."""
+    ledger = Ledger(2)
+    totals = [ledger.sent()]
+    send(ledger, 2)
+    totals.append(ledger.sent())
+    for nbytes in (3, 5):
+        with ledger.step():
+            send(ledger, nbytes)
+            totals.append(ledger.sent())
+        send(ledger, 100 * nbytes)
+        totals.append(ledger.sent())
+    expected = [0, 2, 2 + 3, 2 + 3 + 300, 2 + 3 + 300 + 5, 2 + 3 + 300 + 5 + 500]
+    assert totals == [[total] * 2 for total in expected]
+    assert {type(nbytes) for total in totals for nbytes in total} == {int}
+
+
+def test_a_collectives_hops_share_a_counter() -> None:
+    """Within a step the same collective for the same band counts on; another band or collective has its own."""
+    ledger = Ledger(2)
+    with ledger.step() as report:
+        send(ledger, 2, "all-gather", "params", "layer 1")
+        send(ledger, 3, "all-gather", "params", "layer 2")
+        send(ledger, 5, "all-gather", "norms")
+        send(ledger, 7, "reduce-scatter", "grads")
+    sent = {key: traffic.sent.tolist() for key, traffic in report.traffic.items()}
+    assert sent == {
+        ("all-gather", "params"): [2 + 3] * 2,
+        ("all-gather", "norms"): [5] * 2,
+        ("reduce-scatter", "grads"): [7] * 2,
+    }
+    assert report.sent_by_collective() == {"all-gather": [2 + 3 + 5] * 2, "reduce-scatter": [7] * 2}
+    assert report.sent() == [2 + 3 + 5 + 7] * 2
+
+
+def test_a_step_without_traffic_has_none() -> None:
+    """A report in which nothing was sent says so with empty records."""
+    ledger = Ledger(3)
+    with ledger.step() as report:
+        pass
+    assert (report.traffic, report.sent(), report.sent_by_collective()) == ({}, [], {})
+
+
+# -- reports
+
+
+def test_reports_keep_steps_that_ended_early() -> None:
+    """An error leaves a step's report in the record, incomplete, with its numbers up to there."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+
+    def break_down() -> None:
+        with ledger.step(), ledger.during(Phase.FORWARD):
+            ledger.hold("a", 7, "")
+            send(ledger, 11)
+            ledger.free("a", 7, "")
+            ledger.hold("b", 3, "")
+            clock.tick(5)
+            raise Stop
+
+    with ledger.step():
+        pass
+    with pytest.raises(Stop):
+        break_down()
+    with ledger.step():
+        pass
+    assert [(report.step, report.complete) for report in ledger.reports] == [(1, True), (2, False), (3, True)]
+    broken = ledger.reports[1]
+    assert broken.peak == Peak(7, {"a": 7}, "", Phase.FORWARD)
+    assert (broken.resident, broken.sent(), broken.seconds[Phase.FORWARD]) == ({"b": 3}, [11], 5)
+    assert ledger.reports[2].traffic == {}
+
+
+def test_a_step_is_incomplete_until_it_ends() -> None:
+    """A report is in the record from the step's start, without a loss and not complete."""
+    ledger = Ledger(1)
+    with ledger.step() as report:
+        assert ledger.reports == [report]
+        assert (report.complete, report.step, str(report.loss)) == (False, 1, "nan")
+    assert report.complete
+
+
+# -- the log
+
+
+def test_the_log_says_what_whose_how_much_and_when() -> None:
+    """Holds, frees, sends and computations are logged with unit, bytes, bytes held after, time and phase."""
+    clock = Clock()
+    ledger = Ledger(1, clock=clock)
+    ledger.hold("a", 3, "before")
+    with ledger.step() as report:
+        clock.tick(2)
+        with ledger.during(Phase.FORWARD):
+            ledger.hold("b", 5, "u")
+            clock.tick(7)
+            with ledger.sending("all-gather", "b", "v") as traffic:
+                traffic.hop(11, 11, None)
+                traffic.hop(11, 11, None)
+                clock.tick(1)
+            ledger.computed("w")
+        ledger.free("b", 5, "u")
+    assert report.events == [
+        Event(EventKind.HOLD, "b", "u", 5, 3 + 5, 2, Phase.FORWARD),
+        Event(EventKind.SEND, "all-gather", "v", 11 + 11, 3 + 5, 2 + 7 + 1, Phase.COMMUNICATION),
+        Event(EventKind.COMPUTE, "forward", "w", 0, 3 + 5, 2 + 7 + 1, Phase.FORWARD),
+        Event(EventKind.FREE, "b", "u", 5, 3, 2 + 7 + 1, Phase.OTHER),
+    ]
+
+
+def test_a_second_send_logs_its_own_bytes() -> None:
+    """Each collective's entry has its own bytes, though the counter goes on."""
+    ledger = Ledger(2)
+    with ledger.step() as report:
+        send(ledger, 5)
+        send(ledger, 7)
+    assert [event.nbytes for event in report.events] == [5, 7]
+
+
+def train(stage: Stage, n: int, steps: int = 2, rows: int = 2, **options: Any) -> list[Report]:
+    rng = np.random.default_rng(n)
+    scheme = stage(MLP((7, 5, 3)), n, **options)
+    for _ in range(steps):
+        scheme.step(
+            [
+                (rng.standard_normal((rows, 7)).astype(np.float32), rng.standard_normal((rows, 3)).astype(np.float32))
+                for _ in range(n)
+            ]
+        )
+    return scheme.reports
+
+
+trained = [
+    pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name),
+    pytest.mark.parametrize("n", [1, 2, 5]),
+    pytest.mark.parametrize("gather", ["layer", "model"]),
+]
+
+
+@trained[0]
+@trained[1]
+@trained[2]
+def test_the_logs_running_total_is_holds_less_frees(stage: Stage, n: int, gather: str) -> None:
+    """In every step's log the bytes held after each entry are those before it, plus a hold or less a free."""
+    sign = {EventKind.HOLD: 1, EventKind.FREE: -1, EventKind.SEND: 0, EventKind.COMPUTE: 0}
+    for report in train(stage, n, gather=gather):
+        running = sum(report.resident.values()) + np.cumsum(
+            [sign[event.kind] * event.nbytes for event in report.events]
+        )
+        assert [event.held for event in report.events] == running.tolist()
+        assert running[-1] == sum(report.resident.values())
+
+
+@trained[0]
+@trained[1]
+@trained[2]
+def test_the_peak_can_be_rebuilt_from_the_log(stage: Stage, n: int, gather: str) -> None:
+    """Replaying a step's holds and frees gives its two peaks again, by band, with unit and phase."""
+    sign = {EventKind.HOLD: 1, EventKind.FREE: -1}
+    for report in train(stage, n, gather=gather):
+        held = Counter(report.resident)
+        peaks = {"": report.peak, Band.ACTIVATIONS: report.peak_without_activations}
+        best = {apart: Peak(held.total(), dict(held)) for apart in peaks}
+        for event in report.events:
+            if event.kind not in sign:
+                continue
+            held[event.name] += sign[event.kind] * event.nbytes
+            for apart, highest in best.items():
+                bands = {band: nbytes for band, nbytes in held.items() if nbytes and band != apart}
+                if sum(bands.values()) > highest.total:
+                    best[apart] = Peak(sum(bands.values()), bands, event.unit, event.phase)
+        assert best == peaks
+
+
+@trained[0]
+@trained[1]
+@trained[2]
+def test_the_logs_sends_add_up_to_the_traffic(stage: Stage, n: int, gather: str) -> None:
+    """The bytes of a step's send entries, by collective, are what each rank is counted to have sent."""
+    for report in train(stage, n, gather=gather):
+        logged: Counter[str] = Counter()
+        for event in report.events:
+            if event.kind is EventKind.SEND:
+                logged[event.name] += event.nbytes
+        assert report.sent_by_collective() == {name: [nbytes] * n for name, nbytes in logged.items()}
+
+
+@trained[0]
+@trained[1]
+@trained[2]
+def test_the_steps_time_is_the_sum_of_its_phases(stage: Stage, n: int, gather: str) -> None:
+    """No phase is negative, and the last entry of the log comes before the phases' total is over."""
+    for report in train(stage, n, gather=gather):
+        assert min(report.seconds.values()) >= 0
+        assert report.events[-1].seconds <= sum(report.seconds.values()) * (1 + 1e-9)

@@ -1,0 +1,250 @@
+"""Bad input is refused before anything changes, in words that help.
+
+A message names the call, the rule, the value received and what to do; every case lists the
+fragments that say so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from zerosim import preflight
+from zerosim.bands import PRECISIONS, WIRES, Array
+from zerosim.model import MLP
+from zerosim.schemes import SCHEMES, Scheme, ZeRO2
+
+RANKS, ROWS, WIDTHS = 3, 2, (5, 7, 4)
+
+Pairs = list[tuple[Any, Any]]
+
+
+@pytest.fixture(autouse=True)
+def as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the session's own checks of types and shapes, which users do not have and which would answer first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def good() -> Pairs:
+    rng = np.random.default_rng(1)
+
+    def draw(width: int) -> Array:
+        return rng.standard_normal((ROWS, width)).astype(np.float32)
+
+    return [(draw(WIDTHS[0]), draw(WIDTHS[-1])) for _ in range(RANKS)]
+
+
+# -- options
+
+OPTIONS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    ({"ranks": 0}, ValueError, ["(ranks)", "positive integer", "got 0.", "Pass 1 or more"]),
+    ({"ranks": -1}, ValueError, ["(ranks)", "positive integer", "got -1.", "Pass 1 or more"]),
+    ({"ranks": 2.0}, TypeError, ["(ranks)", "positive integer", "got 2.0.", "Pass 1 or more"]),
+    ({"ranks": True}, TypeError, ["(ranks)", "positive integer", "got True.", "Pass 1 or more"]),
+    ({"ranks": "4"}, TypeError, ["(ranks)", "positive integer", "got '4'.", "Pass 1 or more"]),
+    ({"ranks": None}, TypeError, ["(ranks)", "positive integer", "got None.", "Pass 1 or more"]),
+    ({"precision": "fp8"}, ValueError, ["(precision)", "is one of", "mixed, bf16, fp32", "got 'fp8'"]),
+    ({"precision": None}, ValueError, ["(precision)", "is one of", "mixed, bf16, fp32", "got None"]),
+    ({"wire": "int8"}, ValueError, ["(wire)", "is one of", "fp32, fp16, bf16", "got 'int8'"]),
+    ({"gather": "all"}, ValueError, ["(gather)", "is one of", "layer, model", "got 'all'"]),
+    ({"bucket": 25}, ValueError, ["(bucket)", "is one of", "layer, model", "got 25"]),
+    ({"capacity": 0}, ValueError, ["(capacity)", "positive integer", "got 0.", "Pass 1 or more"]),
+    ({"capacity": -(2**30)}, ValueError, ["(capacity)", "positive integer", "got -1073741824.", "Pass 1 or more"]),
+    ({"capacity": 1e9}, TypeError, ["(capacity)", "positive integer", "got 1000000000.0.", "Pass 1 or more"]),
+    ({"capacity": "16GB"}, TypeError, ["(capacity)", "positive integer", "got '16GB'.", "Pass 1 or more"]),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "words"), OPTIONS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
+def test_bad_options_are_refused(stage: Any, options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    """An option out of range is refused by every scheme, with the right type and in words that help."""
+    with pytest.raises(error) as caught:
+        stage(MLP(WIDTHS), **({"ranks": RANKS} | options))
+    assert all(word in str(caught.value) for word in ["Scheme", *words]), str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["precison", "wires", "bucket_size", "seed"])
+def test_unknown_options_are_refused(option: str) -> None:
+    """An option that does not exist is a TypeError that names it, not ignored."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+        ZeRO2(MLP(WIDTHS), RANKS, **{option: "layer"})
+
+
+def test_options_go_by_keyword() -> None:
+    """What follows the number of ranks cannot be passed by position."""
+    call: Any = ZeRO2
+    with pytest.raises(TypeError, match="positional argument"):
+        call(MLP(WIDTHS), RANKS, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "wire", "advice"),
+    [
+        ("mixed", "bf16", "wire='fp32', or the dtype of the working copy"),
+        ("bf16", "fp16", "wire='fp32', or the dtype of the working copy"),
+        ("fp32", "fp16", "Use wire='fp32'."),
+        ("fp32", "bf16", "Use wire='fp32'."),
+    ],
+)
+def test_a_wire_must_carry_the_working_copy(precision: str, wire: str, advice: str) -> None:
+    """A wire that would round the parameters as they are gathered is refused, with the pair and what would do."""
+    with pytest.raises(ValueError, match=r"^Scheme\(wire\): the wire must carry the working copy exactly") as caught:
+        ZeRO2(MLP(WIDTHS), RANKS, precision=precision, wire=wire)
+    assert all(word in str(caught.value) for word in (f"{wire} does not carry precision='{precision}'", advice))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_wire_that_carries_the_working_copy_is_accepted(precision: str, wire: str) -> None:
+    """A pair of precision and wire is accepted exactly if every value of the working copy survives the wire."""
+    working, dtype = PRECISIONS[precision].working, WIRES[wire]
+    every = (
+        np.arange(2**16, dtype=np.uint16).view(working) if working.itemsize == 2 else np.array([1 + 2**-23], working)
+    )
+    with np.errstate(all="ignore"):
+        numbers = every[~np.isnan(every)]
+        survives = np.array_equal(numbers.astype(dtype).astype(working), numbers)
+    try:
+        preflight.check_options(RANKS, precision=precision, wire=wire, gather="layer", bucket="layer", capacity=None)
+    except ValueError:
+        accepted = False
+    else:
+        accepted = True
+    assert accepted == survives
+
+
+def test_numpy_integers_are_integers() -> None:
+    """A number of ranks or bytes that NumPy has computed is accepted."""
+    options: Any = {"ranks": np.int64(RANKS), "capacity": np.int64(10**6)}
+    scheme = ZeRO2(MLP(WIDTHS), **options)
+    assert scheme.ring.size == RANKS
+
+
+@pytest.mark.parametrize("widths", [(5, 2.0), ("5", 3), (5, None, 3)], ids=str)
+def test_widths_are_integers(widths: Any) -> None:
+    """A width that is not an integer is refused, and shown."""
+    with pytest.raises(ValueError, match=r"MLP\(widths\).*positive integers") as caught:
+        MLP(widths)
+    assert repr(widths) in str(caught.value)
+
+
+# -- batches
+
+
+def put(rank: int, what: int, change: Callable[[Array], Any]) -> Callable[[Pairs], Any]:
+    """A good batch but for x (0) or y (1) of one rank."""
+
+    def spoil(batch: Pairs) -> Any:
+        pair = list(batch[rank])
+        pair[what] = change(pair[what])
+        return [*batch[:rank], tuple(pair), *batch[rank + 1 :]]
+
+    return spoil
+
+
+def replaced(value: float) -> Callable[[Array], Array]:
+    """An array with its last element replaced."""
+
+    def replace(array: Array) -> Array:
+        spoilt = array.copy()
+        spoilt[-1, -1] = value
+        return spoilt
+
+    return replace
+
+
+def longer(array: Array) -> Array:
+    return np.concatenate([array, array[:1]])
+
+
+ONE_PAIR = ["one (x, y) pair per rank", "3 in all"]
+A_PAIR = ["needs a pair (x, y)", "got "]
+SAME_ROWS = ["every rank needs the same number", "at least 1"]
+FINITE = ["contains NaN or infinity", "remove or replace them"]
+FLOAT32 = ["must be a float32 array", "Convert it with .astype(np.float32)"]
+
+BATCHES: dict[str, tuple[Callable[[Pairs], Any], type[Exception], list[str]]] = {
+    "too short": (lambda batch: batch[:-1], ValueError, [*ONE_PAIR, "got 2."]),
+    "too long": (lambda batch: batch + batch[:1], ValueError, [*ONE_PAIR, "got 4."]),
+    "empty": (lambda batch: [], ValueError, [*ONE_PAIR, "got 0."]),
+    "an iterator": (lambda batch: iter(batch), ValueError, [*ONE_PAIR, "got list_iterator."]),
+    "a dictionary": (lambda batch: dict(enumerate(batch)), ValueError, [*ONE_PAIR, "got dict."]),
+    "an array": (lambda batch: batch[0][0], ValueError, [*ONE_PAIR, "got ndarray."]),
+    "None": (lambda batch: None, ValueError, [*ONE_PAIR, "got NoneType."]),
+    "x without y": (lambda batch: [batch[0], (batch[1][0],), batch[2]], ValueError, [*A_PAIR, "rank 1", "tuple"]),
+    "triples": (lambda batch: [(*pair, 0) for pair in batch], ValueError, [*A_PAIR, "rank 0", "tuple"]),
+    "x alone": (lambda batch: [pair[0] for pair in batch], ValueError, [*A_PAIR, "rank 0", "ndarray"]),
+    "more rows in one rank": (
+        lambda batch: [*batch[:2], tuple(map(longer, batch[2]))],
+        ValueError,
+        [*SAME_ROWS, "x of rank 2 has 3 rows", "rank 0 has 2"],
+    ),
+    "more rows in one x": (put(1, 0, longer), ValueError, [*SAME_ROWS, "x of rank 1 has 3 rows", "rank 0 has 2"]),
+    "more rows in one y": (put(0, 1, longer), ValueError, [*SAME_ROWS, "y of rank 0 has 3 rows", "rank 0 has 2"]),
+    "no rows": (
+        lambda batch: [(x[:0], y[:0]) for x, y in batch],
+        ValueError,
+        [*SAME_ROWS, "x of rank 0 has 0 rows"],
+    ),
+    "x too narrow": (put(1, 0, lambda x: x[:, 1:]), ValueError, ["x of rank 1", "shape (rows, 5)", "got (2, 4)"]),
+    "y too wide": (put(2, 1, lambda y: np.tile(y, 2)), ValueError, ["y of rank 2", "shape (rows, 4)", "got (2, 8)"]),
+    "x and y exchanged": (
+        lambda batch: [(y, x) for x, y in batch],
+        ValueError,
+        ["x of rank 0", "shape (rows, 5)", "got (2, 4)"],
+    ),
+    "one axis": (put(2, 1, lambda y: y[0]), ValueError, ["y of rank 2", "shape (rows, 4)", "got (4,)"]),
+    "three axes": (put(1, 0, lambda x: x[None]), ValueError, ["x of rank 1", "shape (rows, 5)", "got (1, 2, 5)"]),
+    "no axes": (put(0, 0, lambda x: x[0, 0, ...]), ValueError, ["x of rank 0", "shape (rows, 5)", "got ()"]),
+    "float64": (put(2, 0, lambda x: x.astype(np.float64)), TypeError, ["x of rank 2", *FLOAT32, "got float64"]),
+    "float16": (put(0, 1, lambda y: y.astype(np.float16)), TypeError, ["y of rank 0", *FLOAT32, "got float16"]),
+    "integers": (put(1, 1, lambda y: y.astype(np.int64)), TypeError, ["y of rank 1", *FLOAT32, "got int64"]),
+    "lists": (put(0, 0, lambda x: x.tolist()), TypeError, ["x of rank 0", *FLOAT32, "got list"]),
+    "other byte order": (put(1, 0, lambda x: x.astype(">f4")), TypeError, ["x of rank 1", *FLOAT32, "got >f4"]),
+    "NaN in x": (put(2, 0, replaced(np.nan)), ValueError, ["x of rank 2", *FINITE]),
+    "infinity in x": (put(0, 0, replaced(np.inf)), ValueError, ["x of rank 0", *FINITE]),
+    "NaN in y": (put(1, 1, replaced(np.nan)), ValueError, ["y of rank 1", *FINITE]),
+    "infinity in y": (put(2, 1, replaced(-np.inf)), ValueError, ["y of rank 2", *FINITE]),
+}  # fmt: skip
+
+
+def everything(scheme: Scheme) -> tuple[Any, ...]:
+    """All that a step could have changed."""
+    held, ledger = [array.tobytes() for _, _, array in scheme.ranks.live()], scheme.ledger
+    return held, dict(ledger.held), ledger.sent(), ledger.peak(), len(scheme.reports), scheme.updates
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_bad_batches_are_refused_before_anything_changes(case: str) -> None:
+    """A batch that does not fit raises the right error, in words that help, and leaves the run as it was."""
+    spoil, error, words = BATCHES[case]
+    scheme, twin = ZeRO2(MLP(WIDTHS), RANKS), ZeRO2(MLP(WIDTHS), RANKS)
+    scheme.step(good())
+    before = everything(scheme)
+    with pytest.raises(error) as caught:
+        scheme.step(spoil(good()))
+    assert all(word in str(caught.value) for word in ["step(batch)", *words]), str(caught.value)
+    assert everything(scheme) == before
+    scheme.step(good())
+    assert [twin.step(good()) for _ in range(2)] == [report.loss for report in scheme.reports]
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_pairs_may_be_lists(container: Callable[..., Any]) -> None:
+    """A batch and its pairs may be tuples or lists."""
+    scheme, twin = ZeRO2(MLP(WIDTHS), RANKS), ZeRO2(MLP(WIDTHS), RANKS)
+    assert scheme.step(container(container(pair) for pair in good())) == twin.step(good())
+
+
+def test_a_batch_is_not_kept_or_changed() -> None:
+    """A step reads the caller's arrays, read-only or strided ones too, and neither writes to them nor keeps them."""
+    batch = [(np.asfortranarray(x), np.asfortranarray(y)) for x, y in good()]
+    given = [array for pair in batch for array in pair]
+    for array in given:
+        array.flags.writeable = False
+    scheme, twin = ZeRO2(MLP(WIDTHS), RANKS), ZeRO2(MLP(WIDTHS), RANKS)
+    assert scheme.step(batch) == twin.step(good())
+    assert not any(np.shares_memory(array, kept) for array in given for _, _, kept in scheme.ranks.live())
