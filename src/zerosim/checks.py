@@ -1,0 +1,164 @@
+"""The two checks: are the schemes alike bit for bit, and is what was measured what ZeRO predicts.
+
+Owns the comparisons, and names what does not hold: scheme, step, rank, quantity and both
+values. Reads runs and predictions; changes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from zerosim import theory
+from zerosim.bands import Array, Band
+from zerosim.measure import Report
+from zerosim.results import Death, Difference, Failure
+from zerosim.schemes import Scheme
+
+ALIKE, AS_PREDICTED = "check one", "check two"
+RESIDENT, PEAK = "bytes of {} at rest", "bytes of {} at the peak"
+PEAK_WITHOUT = "bytes of {} at the peak without activations"
+RECOUNTED = "bytes of {} counted from the arrays"
+SENT, RECEIVED = "bytes of {} sent by {}", "bytes of {} received by {}"
+PADDING_HELD, PADDING_SENT = "bytes of padding held", "bytes of padding sent"
+FLOPS = "FLOPs of the {}"
+COMPARED = (Band.PARAMS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ)
+
+
+def bits(array: Array) -> Array:
+    """The array's raw bits as unsigned integers, so that -0.0 is not 0.0 and a NaN is itself."""
+    return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def whole_states(scheme: Scheme) -> dict[Band, list[Array]]:
+    """Every compared state as one padded vector per bucket, copies: the first rank's, or all ranks' shards."""
+    return {
+        band: [
+            (state[0] if state.shape[1] == bucket.padded else state.reshape(-1)).copy()
+            for bucket in scheme.buckets
+            for state in [bucket.states[band]]
+        ]
+        for band in scheme.precision.states
+        if band in COMPARED
+    }
+
+
+def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) -> tuple[Difference, list[Failure]]:
+    """Check one after a step: what every rank of ``scheme`` holds against ``reference``, from ``whole_states``.
+
+    Compared are the raw bits, padding included. A failure is reported for each rank and
+    bucket, with the first element that differs.
+    """
+    differing: dict[str, int] = {}
+    largest: dict[str, float] = {}
+    failures: list[Failure] = []
+    for band, wholes in reference.items():
+        differing[band], largest[band] = 0, 0.0
+        for bucket, whole in zip(scheme.buckets, wholes, strict=True):
+            mine = bucket.states[band]
+            theirs = np.broadcast_to(whole, mine.shape) if mine.shape[1] == len(whole) else whole.reshape(mine.shape)
+            unequal = bits(mine) != bits(theirs)
+            if not unequal.any():
+                continue
+            differing[band] += int(np.count_nonzero(unequal))
+            distance = np.abs(mine[unequal].astype(np.float64) - theirs[unequal].astype(np.float64))
+            largest[band] = max(largest[band], float(distance.max()))
+            for row in np.flatnonzero(unequal.any(axis=1)).tolist():
+                at = int(np.argmax(unequal[row]))
+                failures.append(
+                    Failure(
+                        check=ALIKE,
+                        scheme=scheme.name,
+                        ranks=scheme.ring.size,
+                        step=step,
+                        rank=scheme.ring.ids[row],
+                        quantity=f"{band} of {bucket.layer.name}, element {at}",
+                        measured=repr(float(mine[row, at])),
+                        expected=repr(float(theirs[row, at])),
+                    )
+                )
+    return Difference(scheme=scheme.name, step=step, differing=differing, largest=largest), failures
+
+
+def same_losses(losses: Mapping[str, float], ranks: int, step: int) -> list[Failure]:
+    """Check one for the losses of a step: every scheme's is that of the first, to the last bit."""
+    expected = next(iter(losses.values()), None)
+    return [
+        Failure(
+            check=ALIKE, scheme=name, ranks=ranks, step=step, rank=-1,
+            quantity="loss", measured=repr(loss), expected=repr(expected),
+        )
+        for name, loss in losses.items()
+        if loss != expected
+    ]  # fmt: skip
+
+
+def survival(scheme: str, ranks: int, death: Death | None, predicted: bool) -> list[Failure]:
+    """Check two for a card of limited memory: the run ends if, and only if, the predicted peak does not fit."""
+    if (death is None) == predicted:
+        return []
+    return [
+        Failure(
+            check=AS_PREDICTED, scheme=scheme, ranks=ranks, step=death.step if death else 0,
+            rank=death.rank if death else -1, quantity="survival on the card",
+            measured=f"out of memory at {death.band} of {death.unit}" if death else "survives",
+            expected="survives" if predicted else "out of memory",
+        )
+    ]  # fmt: skip
+
+
+Count = dict[tuple[int, str], int]  # by rank (-1: every rank) and quantity
+
+
+def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
+    """Check two of one step: every number of ``report`` against the closed form, as integers, on every rank."""
+    measured, expected = _measured(scheme, report), _predicted(job, scheme.ring.ids)
+    return [
+        Failure(
+            check=AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],
+            quantity=key[1], measured=f"{measured.get(key, 0):,}", expected=f"{expected.get(key, 0):,}",
+        )
+        for key in dict.fromkeys([*expected, *measured])
+        if measured.get(key, 0) != expected.get(key, 0)
+    ]  # fmt: skip
+
+
+def _measured(scheme: Scheme, report: Report) -> Count:
+    count: Count = {}
+    for what, bands in (
+        (RESIDENT, report.resident),
+        (PEAK, report.peak.by_band),
+        (PEAK_WITHOUT, report.peak_without_activations.by_band),
+    ):
+        count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
+    count |= {(-1, FLOPS.format(phase)): flops for phase, flops in report.flops.items()}
+    for row, rank in enumerate(scheme.ring.ids):
+        count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in scheme.ranks[row].held().items()}
+        for (collective, band), traffic in report.traffic.items():
+            count[rank, SENT.format(band, collective)] = int(traffic.sent[row])
+            count[rank, RECEIVED.format(band, collective)] = int(traffic.received[row])
+        count[rank, PADDING_HELD] = report.padding[row]
+        count[rank, PADDING_SENT] = sum(int(traffic.padding[row]) for traffic in report.traffic.values())
+    return count
+
+
+def _predicted(job: theory.Job, ids: Sequence[int]) -> Count:
+    count: Count = {}
+    resident = theory.resident(job)
+    for what, bands in (
+        (RESIDENT, resident),
+        (PEAK, theory.peak(job)),
+        (PEAK_WITHOUT, theory.peak_without_activations(job)),
+    ):
+        count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
+    count |= {(-1, FLOPS.format(phase)): flops for phase, flops in theory.flops(job).items()}
+    padding, padding_sent, traffic = theory.padding(job), theory.padding_sent(job), theory.traffic(job)
+    for rank in ids:
+        count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in resident.items()}
+        for collective, bands in traffic.items():
+            for band, nbytes in bands.items():
+                count[rank, SENT.format(band, collective)] = nbytes
+                count[rank, RECEIVED.format(band, collective)] = nbytes
+        count[rank, PADDING_HELD], count[rank, PADDING_SENT] = padding[rank], padding_sent[rank]
+    return count

@@ -1,0 +1,166 @@
+"""The command line: parse, call, print.
+
+Exit codes: 0 every check holds; 1 a check does not; 2 what was asked for cannot be run.
+Heavy imports wait for the command that needs them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from zerosim.bands import PRECISIONS, WIRES
+from zerosim.data import DATA
+from zerosim.preflight import GATHERS
+from zerosim.results import Results, Settings, encode, save
+
+UNITS = {
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+
+
+class ByteSize(click.ParamType[int]):
+    """A number of bytes with its unit, so that GB and GiB cannot be mistaken for each other."""
+
+    name = "size"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        units = {unit.lower(): factor for unit, factor in UNITS.items()}
+        number = value.rstrip("bBiIkKmMgGtT ")
+        try:
+            nbytes = float(number) * units[value[len(number) :].strip().lower()]
+        except (ValueError, KeyError):
+            nbytes = 0
+        if not 1 <= nbytes < 2**63:
+            self.fail(
+                f"{value!r} is not a size of at least one byte. Give a number and one of {', '.join(UNITS)}, as in 2MB."
+            )
+        return int(nbytes)
+
+
+class Refused(click.ClickException):
+    """What was asked for cannot be run; the message says why and what to do."""
+
+    exit_code = 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="zerosim", prog_name="zerosim")
+def main() -> None:
+    """ZeRO made measurable: train on N virtual GPUs and count every byte held and sent."""
+
+
+@main.command()
+@click.option("--ranks", type=click.IntRange(min=1), default=32, show_default=True, help="Virtual GPUs, N.")
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per rank and step.")
+@click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Draws the data.")
+@click.option(
+    "--model-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws the initial weights."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(list(PRECISIONS)),
+    default="mixed",
+    show_default=True,
+    help="mixed: fp16 working copy, fp32 master and moments; bf16: the same with bfloat16; fp32: no master.",
+)
+@click.option(
+    "--wire", type=click.Choice(list(WIRES)), default="fp32", show_default=True, help="What blocks travel as."
+)
+@click.option(
+    "--gather", type=click.Choice(GATHERS), default="layer", show_default=True, help="What ZeRO-3 gathers at a time."
+)
+@click.option(
+    "--data",
+    type=click.Choice(list(DATA)),
+    default="noise",
+    show_default=True,
+    help="noise: standard normal pairs; digits: handwritten digits, to be reproduced (needs scikit-learn).",
+)
+@click.option(
+    "--capacity",
+    type=ByteSize(),
+    default=None,
+    metavar="SIZE",
+    help="Memory of one card, as in 2MB or 2MiB; without it a card has no limit.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("out"),
+    show_default=True,
+    help="Folder for results.json and the figures.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of tables.")
+def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
+    """Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 side by side and check them.
+
+    Check one: after every step all four hold the same bits on every rank. Check two: what was
+    measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes when
+    a rule is broken on purpose. Exit code 0 only if every check holds.
+    """
+    with _errors_for_people():
+        settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
+        _writable(out)
+        found = _run(settings)
+        from zerosim import plots
+
+        plots.save_figures(plots.figures(found), out)
+        save(found, out / "results.json")
+    if as_json:
+        click.echo(encode(found), nl=False)
+    else:
+        from zerosim import console
+
+        console.show(found, out)
+    sys.exit(1 if found.failures else 0)
+
+
+def _run(settings: Settings) -> Results:
+    """The lab with a progress bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from zerosim import lab
+
+    lab.validate(settings)
+    columns = TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("starting", total=lab.work(settings))
+
+        def advance(doing: str) -> None:
+            progress.update(bar, advance=1, description=doing)
+
+        return lab.run(settings, advance)
+
+
+def _writable(folder: Path) -> None:
+    """Make the folder, and see that a file can be written there before anything is run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refused(
+            f"lab(out): results go to a folder that can be written; {folder} cannot: {error.strerror}. "
+            f"Name another with --out."
+        ) from error
+
+
+@contextmanager
+def _errors_for_people() -> Iterator[None]:
+    """What the caller got wrong becomes one line and exit code 2, not a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, MemoryError, ModuleNotFoundError, OSError) as error:
+        raise Refused(str(error)) from error

@@ -1,0 +1,33 @@
+"""The colours: one for each band of memory and one for each scheme, the same in everything that is drawn.
+
+Owns them and nothing else. Plain hex strings, so that a page can use them as well as a figure.
+
+Chosen by a search for the largest smallest distance (OKLab) between any two of a set, seen with
+normal and with three kinds of colour-blind eyes (Machado et al. 2009), under a limit on the
+contrast with white and with near-black. The tests measure both again.
+
+Model states are cold, from violet to sky; what comes and goes within a step is warm, or grey
+where it does not scale with the parameters. Data parallel, the reference, is grey.
+"""
+
+from collections.abc import Mapping
+
+from zerosim.bands import Band
+
+BANDS: Mapping[str, str] = {
+    Band.PARAMS: "#624777",
+    Band.GRADS: "#4050B8",
+    Band.MASTER: "#277EB0",
+    Band.EXP_AVG: "#1E94F8",
+    Band.EXP_AVG_SQ: "#1DC4F3",
+    Band.GATHERED: "#E7A72E",
+    Band.UNREDUCED: "#CF5C00",
+    Band.BLOCKS: "#912223",
+    Band.ACTIVATIONS: "#A79E96",
+}
+SCHEMES: Mapping[str, str] = {
+    "data parallel": "#8F8F8F",
+    "ZeRO-1": "#1860F0",
+    "ZeRO-2": "#DE6D12",
+    "ZeRO-3": "#8E4A8A",
+}

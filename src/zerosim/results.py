@@ -1,0 +1,284 @@
+"""The recorded results of a lab run: their schema, and how they are written and read.
+
+Owns the file format. A file is written whole or not at all, and read only if it is whole,
+of this schema, and says what its fields may say. Computes nothing.
+
+Bytes and FLOPs are integers, per rank; a list over ranks has one entry per rank, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+SCHEMA = "zerosim.lab/1"
+
+
+class ResultsError(ValueError):
+    """A file that is not a whole, sound record of this schema, and why."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was asked for.
+
+    ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
+    ``capacity`` is the bytes of a card, or None for no limit.
+    """
+
+    ranks: int
+    steps: int
+    batch: int
+    seed: int
+    model_seed: int
+    precision: str
+    wire: str
+    gather: str
+    data: str
+    capacity: int | None
+    widths: list[int]
+
+
+class PeakRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The highest instant: total bytes, the bands at that instant, and whose hold in which phase reached it."""
+
+    total: int
+    by_band: dict[str, int]
+    unit: str
+    phase: str
+
+
+class TrafficRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one collective moved for one band in a step."""
+
+    collective: str
+    band: str
+    sent: list[int]
+    received: list[int]
+    padding: list[int]
+    messages: int
+
+
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One step of one scheme, measured."""
+
+    step: int
+    loss: float
+    resident: dict[str, int]
+    padding: list[int]
+    peak: PeakRecord
+    peak_without_activations: PeakRecord
+    traffic: list[TrafficRecord]
+    flops: dict[str, int]
+    seconds: dict[str, float]
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the closed forms say of one step of one scheme."""
+
+    resident: dict[str, int]
+    peak: dict[str, int]
+    peak_without_activations: dict[str, int]
+    traffic: dict[str, dict[str, int]]
+    padding: list[int]
+    padding_sent: list[int]
+    flops: dict[str, int]
+
+
+class EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, array_like=True):
+    """One entry of a step's log, as an array: kind, name, unit, bytes, bytes held after it, seconds, phase."""
+
+    kind: str
+    name: str
+    unit: str
+    nbytes: int
+    held: int
+    seconds: float
+    phase: str
+
+
+class Death(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
+
+    step: int
+    rank: int
+    band: str
+    unit: str
+    asked: int
+    held: dict[str, int]
+
+
+class SchemeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One scheme's run: every step measured, the prediction, and the events of the last step."""
+
+    name: str
+    stage: int
+    prediction: Prediction
+    steps: list[StepRecord]
+    events: list[EventRecord]
+    death: Death | None
+
+
+class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Check one, for a scheme after a step: elements whose bits differ over all ranks, and the largest difference.
+
+    By band, against data parallel (data parallel itself: against its first rank).
+    """
+
+    scheme: str
+    step: int
+    differing: dict[str, int]
+    largest: dict[str, float]
+
+
+class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scheme on N ranks: bytes per rank, measured and predicted, and the events of the last step.
+
+    Zero and empty where the run did not survive.
+    """
+
+    ranks: int
+    scheme: str
+    resident: int
+    resident_predicted: int
+    peak: int
+    peak_predicted: int
+    peak_without_activations: int
+    peak_without_activations_predicted: int
+    sent: int
+    sent_predicted: int
+    survives: bool
+    survives_predicted: bool
+    resident_by_band: dict[str, int]
+    events: list[EventRecord]
+
+
+class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How far the master weights of one run are from another's after each step."""
+
+    differing: list[int]
+    largest: list[float]
+
+
+class WholeModelGather(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """ZeRO-3 that gathers everything at once, beside ZeRO-2 at rest. Bytes per rank."""
+
+    states: int
+    gathered: int
+    zero2_resident: int
+    peak: int
+    peak_by_layer: int
+
+
+class NarrowWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The same run with blocks in the working copy's 16 bits: half the bytes, other bits.
+
+    ``gradient`` compares the averaged gradients of the first step, where nothing else
+    differs yet, so that it is the rounding of the hops alone; relative to the largest gradient.
+    """
+
+    wire: str
+    sent: int
+    sent_fp32: int
+    gradient_differing: int
+    gradient_largest_relative: float
+    drift: Drift
+
+
+class Artefacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
+
+    ``whole_model_bucket``, by precision: ZeRO-2 with one bucket for the whole model, so that its
+    sums start at other ranks, against data parallel with a bucket per layer. In fp32 each sum is
+    rounded otherwise; 16-bit gradients are so short that their sums in fp32 come out exact, or
+    nearly always round to the same 16 bits.
+    """
+
+    whole_model_gather: WholeModelGather | None
+    narrow_wire: NarrowWire | None
+    whole_model_bucket: dict[str, Drift]
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A check that does not hold: where, and both values. ``rank`` is -1 where it concerns them all."""
+
+    check: str
+    scheme: str
+    ranks: int
+    step: int
+    rank: int
+    quantity: str
+    measured: str
+    expected: str
+
+    def __str__(self) -> str:
+        where = f"{self.scheme}, N = {self.ranks}, step {self.step}, "
+        where += "every rank" if self.rank < 0 else f"rank {self.rank}"
+        return f"{self.check}: {where}: {self.quantity}: measured {self.measured}, expected {self.expected}"
+
+
+class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that a lab run found."""
+
+    schema: str
+    created: str
+    versions: dict[str, str]
+    settings: Settings
+    n_params: int
+    schemes: list[SchemeRecord]
+    differences: list[Difference]
+    sweep: list[SweepRow]
+    artefacts: Artefacts
+    failures: list[Failure]
+
+    def scheme(self, name: str) -> SchemeRecord:
+        """The record of the scheme of that name."""
+        return next(record for record in self.schemes if record.name == name)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that whoever looks sees the old one or the new one, never a part.
+
+    OSError if the folder cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def encode(results: Results) -> bytes:
+    """The results as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"
+
+
+def save(results: Results, path: Path) -> None:
+    """Write the results to ``path``, whole or not at all."""
+    write_whole(path, encode(results))
+
+
+def load(path: Path) -> Results:
+    """Read what ``save`` wrote. ResultsError, with the reason, for anything else."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    try:
+        header = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+        found = msgspec.json.decode(header.get("schema", msgspec.Raw(b"null")), type=str | None)
+        if found != SCHEMA:
+            raise ResultsError(f"{path}: its schema is {found!r}; this version reads {SCHEMA!r}. Run the lab again.")
+        return msgspec.json.decode(content, type=Results)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ResultsError(f"{path}: not a whole results file: {error}. Run the lab again.") from error

@@ -1,0 +1,121 @@
+"""The command line, as a newcomer types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zerosim import cli, results
+from zerosim.bands import Band
+from zerosim.schemes import Scheme
+
+SMALL = ["lab", "--ranks", "3", "--steps", "2", "--batch", "2"]
+
+
+def run(*arguments: str, out: Path | None = None) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(cli.main, [*arguments, *(["--out", str(out)] if out else [])])
+
+
+def test_the_lab_prints_its_verdicts_and_writes_results_and_figures(tmp_path: Path) -> None:
+    """Exit code 0, both verdicts, results.json and four figures, and no other file."""
+    result = run(*SMALL, out=tmp_path / "made" / "here")
+    assert result.exit_code == 0, result.output
+    assert "check one holds" in result.output
+    assert "check two holds" in result.output
+    names = {path.name for path in (tmp_path / "made" / "here").iterdir()}
+    assert names == {"results.json", "memory.png", "loss.png", "traffic.png", "timeline.png"}
+    assert results.load(tmp_path / "made" / "here" / "results.json").settings.ranks == 3
+
+
+def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
+    """With --json the output is the results file, and progress goes to standard error."""
+    result = run(*SMALL, "--json", out=tmp_path)
+    assert json.loads(result.stdout) == json.loads((tmp_path / "results.json").read_text())
+
+
+def test_a_failed_check_is_named_and_exits_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheme that learns something else makes the command fail, with scheme, step, rank, band and both values."""
+    step = Scheme.step
+
+    def wrong(self: Scheme, batch: object) -> float:
+        loss = step(self, batch)  # type: ignore[arg-type]
+        if (self.name, self.ring.size) == ("ZeRO-1", 3):
+            self.buckets[0].states[Band.PARAMS][1, 2] += 1
+        return loss
+
+    monkeypatch.setattr(Scheme, "step", wrong)
+    result = run(*SMALL, out=tmp_path)
+    assert result.exit_code == 1
+    assert "check one FAILS" in result.output
+    assert "check one: ZeRO-1, N = 3, step 1, rank 1: params of layer 1, element 2: measured" in result.output
+    assert results.load(tmp_path / "results.json").failures
+
+
+def test_a_card_of_limited_memory_is_reported(tmp_path: Path) -> None:
+    """--capacity says which schemes died where, and the others' numbers stand."""
+    result = run(*SMALL, "--capacity", "400kB", out=tmp_path)
+    assert result.exit_code == 0, result.output
+    died = {record.name: record.death is not None for record in results.load(tmp_path / "results.json").schemes}
+    assert died == {"data parallel": True, "ZeRO-1": False, "ZeRO-2": False, "ZeRO-3": False}
+    assert "dies at" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("2MB", 2 * 10**6), ("2MiB", 2 * 2**20), ("1.5 kB", 1500), ("7B", 7), ("3gib", 3 * 2**30), ("80GB", 80 * 10**9)],
+)
+def test_sizes_have_units(text: str, nbytes: int) -> None:
+    """GB is a power of ten and GiB a power of two, in either case."""
+    assert cli.ByteSize().convert(text, None, None) == nbytes
+
+
+@pytest.mark.parametrize("text", ["2", "MB", "2XB", "-1MB", "0B", "nanMB", "infB", "1e400MB", "2 M B", ""])
+def test_a_size_without_a_known_unit_is_refused(tmp_path: Path, text: str) -> None:
+    """What is not a number with a unit is an error that names the units, and nothing is run or written."""
+    result = run(*SMALL, "--capacity", text, out=tmp_path / "out")
+    assert result.exit_code == 2
+    assert "GiB" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "0 is not in the range x>=1"),
+        (["--ranks", "many"], "'many' is not a valid integer"),
+        (["--precision", "fp8"], "'mixed', 'bf16', 'fp32'"),
+        (["--data", "mnist"], "'noise', 'digits'"),
+        (["--stage", "3"], "No such option"),
+        (["--precision", "fp32", "--wire", "fp16"], "must carry the working copy exactly"),
+        (["--ranks", "99999999"], "would take"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_is_said_in_words(tmp_path: Path, arguments: list[str], message: str) -> None:
+    """A caller's mistake is one message and exit code 2: no traceback, no results."""
+    result = run(*SMALL, *arguments, out=tmp_path)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is under a file is refused, with its name, before a scheme is started."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Scheme, "__init__", lambda *_, **__: pytest.fail("a scheme was started"))
+    result = run(*SMALL, out=tmp_path / "file" / "out")
+    assert result.exit_code == 2
+    assert "--out" in result.output
+
+
+def test_the_module_is_the_command() -> None:
+    """``python -m zerosim --version`` prints the version."""
+    done = subprocess.run([sys.executable, "-m", "zerosim", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("zerosim, version ")

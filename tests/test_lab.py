@@ -1,0 +1,234 @@
+"""The lab: what it runs, what it records, and that its checks can fail."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zerosim import comm, lab, theory
+from zerosim.bands import Band
+from zerosim.experiment import Run
+from zerosim.measure import Traffic
+from zerosim.ranks import Ranks
+from zerosim.results import Results, Settings
+from zerosim.schemes import SCHEMES, Scheme
+
+NAMES = [stage.name for stage in SCHEMES]
+WIDTHS = [5, 11, 3]
+
+
+def settings(**changes: Any) -> Settings:
+    """A small lab, nothing of which divides by anything."""
+    options: dict[str, Any] = {
+        "ranks": 5, "steps": 3, "batch": 2, "seed": 7, "model_seed": 0, "precision": "mixed", "wire": "fp32",
+        "gather": "layer", "data": "noise", "capacity": None, "widths": WIDTHS,
+    }  # fmt: skip
+    return Settings(**options | changes)
+
+
+@pytest.fixture(scope="module")
+def found() -> Results:
+    """One run of it."""
+    return lab.run(settings())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"precision": "bf16", "wire": "bf16"}, {"precision": "fp32"}, {"wire": "fp16"}, {"gather": "model"},
+     {"ranks": 1}, {"ranks": 37, "steps": 1}],
+    ids=str,
+)  # fmt: skip
+def test_every_check_holds(changes: dict[str, Any]) -> None:
+    """Whatever the options and N, all four schemes are alike and as predicted."""
+    results = lab.run(settings(**changes))
+    assert results.failures == []
+    assert {count for each in results.differences for count in each.differing.values()} == {0}
+
+
+def test_everything_asked_for_is_recorded(found: Results) -> None:
+    """Every step of every scheme, every N of the sweep, and every band that the check compares."""
+    assert [record.name for record in found.schemes] == NAMES
+    assert [[step.step for step in record.steps] for record in found.schemes] == [[1, 2, 3]] * 4
+    assert [(row.ranks, row.scheme) for row in found.sweep] == [(n, name) for n in (1, 2, 4, 5) for name in NAMES]
+    compared = ["params", "master", "exp_avg", "exp_avg_sq"]
+    assert [(each.step, each.scheme, list(each.differing)) for each in found.differences] == [
+        (step, name, compared) for step in (1, 2, 3) for name in NAMES
+    ]
+    for record in found.schemes:
+        assert {event.kind for event in record.events} == {"hold", "free", "send", "compute"}
+        assert set(record.steps[0].seconds) >= {"forward", "backward", "communication", "optimizer"}
+
+
+def test_progress_counts_to_the_end() -> None:
+    """The lab tells of exactly as many pieces of work as it announced."""
+    told: list[str] = []
+    lab.run(settings(steps=2), told.append)
+    assert len(told) == lab.work(settings(steps=2))
+
+
+def test_the_sweep_is_the_powers_of_two_and_n() -> None:
+    """The default sweeps 1 to 32; an N in between is swept too."""
+    assert lab.sweep_ranks(32) == [1, 2, 4, 8, 16, 32]
+    assert lab.sweep_ranks(33) == [1, 2, 4, 8, 16, 32, 33]
+    assert lab.sweep_ranks(1) == [1]
+
+
+def test_data_parallel_repeats_the_optimizers_work(found: Results) -> None:
+    """Data parallel does N times the optimizer's operations of a sharded stage, and the rest alike."""
+    flops = {record.name: record.steps[-1].flops for record in found.schemes}
+    assert flops["data parallel"]["optimizer"] == 5 * flops["ZeRO-1"]["optimizer"]
+    assert len({each["forward"] for each in flops.values()}) == 1
+    assert len({each["backward"] for each in flops.values()}) == 1
+
+
+def test_the_artefacts_are_there_to_see() -> None:
+    """At N = 32 gathering the whole model takes ZeRO-3 above ZeRO-2; a narrow wire halves bytes and changes bits;
+    and another bucket size in one scheme changes fp32 bits."""
+    results = lab.run(settings(ranks=32, steps=2, widths=[64, 128, 128, 64]))
+    gather, narrow = results.artefacts.whole_model_gather, results.artefacts.narrow_wire
+    assert gather is not None
+    assert gather.states * 2 == results.n_params
+    assert gather.gathered == 2 * results.n_params
+    assert gather.zero2_resident * 16 == results.n_params * (2 * 16 + 7)
+    assert gather.states + gather.gathered > gather.zero2_resident
+    assert narrow is not None
+    assert narrow.sent * 2 == narrow.sent_fp32
+    assert narrow.gradient_differing > 0
+    assert 0 < narrow.gradient_largest_relative < 32 * 2**-11, "at most half an ulp of fp16 for each of N - 1 hops"
+    drift = results.artefacts.whole_model_bucket["fp32"]
+    assert all(count > 0 for count in drift.differing)
+    assert max(drift.largest) < 1e-5
+
+
+# -- the checks can fail: what is broken is named
+
+
+def _one_bit_of_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Scheme.step
+
+    def flip(self: Scheme, batch: Any) -> float:
+        loss = step(self, batch)
+        if (self.name, self.ring.size, self.updates, len(self.buckets)) == ("ZeRO-2", 5, 2, 2):
+            self.buckets[1].states[Band.MASTER].view(np.uint32)[3, 1] ^= 1
+        return loss
+
+    monkeypatch.setattr(Scheme, "step", flip)
+
+
+def _a_byte_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    hop = Traffic.hop
+
+    def miscount(self: Traffic, sent: int, received: int, padding: Any) -> None:
+        hop(self, sent, received, padding)
+        self._sent += 1
+
+    monkeypatch.setattr(Traffic, "hop", miscount)
+
+
+def _never_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Ranks.free
+
+    def keep(self: Ranks, array: Any) -> None:
+        if not any(held is array and band is Band.UNREDUCED for band, _, held in self.live()):
+            free(self, array)
+
+    monkeypatch.setattr(Ranks, "free", keep)
+
+
+def _stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = comm.Comm.all_gather
+
+    def skip(self: comm.Comm, buffer: Any, *args: Any, **options: Any) -> None:
+        if options["unit"] != "layer 2" or "all-reduce" in options.values():
+            gather(self, buffer, *args, **options)
+        elif args[1] is not None:  # room that has just been allocated
+            buffer[...] = 0
+
+    monkeypatch.setattr(comm.Comm, "all_gather", skip)
+
+
+@pytest.mark.parametrize(
+    ("plant", "check", "scheme", "named"),
+    [
+        (_one_bit_of_master, "check one", "ZeRO-2", "step 2, rank 3: master of layer 2, element 1"),
+        (_a_byte_too_many, "check two", "data parallel", "step 1, rank 4: bytes of grads sent by all-reduce"),
+        (_never_released, "check two", "ZeRO-3", "every rank: bytes of unreduced grads at rest"),
+        (_stale_parameters, "check one", "ZeRO-1", "params of layer 2"),
+        (_stale_parameters, "check two", "ZeRO-3", "bytes of params sent by all-gather"),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], check: str, scheme: str, named: str
+) -> None:
+    """The checks that the lab runs find the fault, and say in which scheme, where, and both values."""
+    plant(monkeypatch)
+    told = [str(failure) for failure in lab.run(settings()).failures]
+    mine = [text for text in told if text.startswith(check) and f"{scheme}, N = 5" in text and named in text]
+    assert mine
+    assert all("measured" in text and "expected" in text for text in mine)
+
+
+# -- a card has a size
+
+
+def _peaks(ranks: int) -> list[int]:
+    buckets = tuple((pair,) for pair in zip(WIDTHS, WIDTHS[1:], strict=False))
+    return [sum(theory.peak(theory.Job(stage, buckets, ranks, rows=2)).values()) for stage in range(4)]
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_scheme_survives_on_a_card_of_its_peak_and_not_on_one_byte_less(stage: int, spare: int) -> None:
+    """With the predicted peak as capacity a scheme lives, with a byte less it dies, for every N of the sweep."""
+    capacity = _peaks(5)[stage] + spare
+    results = lab.run(settings(capacity=capacity))
+    assert results.failures == []
+    assert (results.schemes[stage].death is None) == (spare == 0)
+    for row in results.sweep:
+        assert row.survives == (_peaks(row.ranks)[NAMES.index(row.scheme)] <= capacity)
+
+
+def test_a_death_is_recorded_with_what_was_held() -> None:
+    """On a card too small for the states of all but ZeRO-3, the others die at construction and it trains on."""
+    results = lab.run(settings(capacity=_peaks(5)[3]))
+    for record in results.schemes[:3]:
+        assert record.death is not None
+        assert sum(record.death.held.values()) + record.death.asked > _peaks(5)[3]
+    assert [len(record.steps) for record in results.schemes] == [0, 0, 0, 3]
+    assert [each.scheme for each in results.differences] == ["ZeRO-3"] * 3
+
+
+def test_a_prediction_of_survival_that_errs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the closed form said that a scheme fits and it died, the check fails and says so."""
+    monkeypatch.setattr(Run, "survives_predicted", lambda self: True)
+    told = [str(failure) for failure in lab.run(settings(capacity=_peaks(5)[3])).failures]
+    assert any("data parallel, N = 5" in text and "survival on the card" in text for text in told)
+
+
+# -- what cannot be run is refused before anything is run
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"ranks": 0}, ValueError, r"ranks must be a positive integer; got 0"),
+        ({"steps": 0}, ValueError, r"steps must be a positive integer; got 0"),
+        ({"batch": -2}, ValueError, r"batch must be a positive integer; got -2"),
+        ({"seed": -1}, ValueError, r"seed.*got -1"),
+        ({"precision": "fp8"}, ValueError, r"one of mixed, bf16, fp32; got 'fp8'"),
+        ({"wire": "bf16"}, ValueError, r"carry the working copy exactly"),
+        ({"gather": "all"}, ValueError, r"one of layer, model; got 'all'"),
+        ({"data": "mnist"}, ValueError, r"one of noise, digits; got 'mnist'"),
+        ({"data": "digits"}, ValueError, r"64 inputs and outputs"),
+        ({"ranks": 2**40, "widths": [64, 128, 128, 64]}, MemoryError, r"B\), and|would take .* ranks="),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """The error names the option, the rule and the value, and no scheme has been started."""
+    monkeypatch.setattr(Scheme, "__init__", lambda *_, **__: pytest.fail("a scheme was started"))
+    with pytest.raises(error, match=message):
+        lab.run(settings(**changes))

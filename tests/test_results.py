@@ -1,0 +1,93 @@
+"""The results file: whole or not at all, and read only if it is sound."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerosim import lab, results
+from zerosim.results import ResultsError, Settings
+
+
+@pytest.fixture(scope="module")
+def found() -> results.Results:
+    """A small lab run."""
+    return lab.run(
+        Settings(
+            ranks=3, steps=2, batch=2, seed=1, model_seed=0, precision="mixed", wire="fp32", gather="layer",
+            data="noise", capacity=None, widths=[5, 7, 3],
+        )
+    )  # fmt: skip
+
+
+def test_what_was_saved_is_what_is_loaded(found: results.Results, tmp_path: Path) -> None:
+    """Saving and loading changes nothing, and the file is JSON that says its schema."""
+    path = tmp_path / "results.json"
+    results.save(found, path)
+    assert results.load(path) == found
+    assert json.loads(path.read_text())["schema"] == results.SCHEMA
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    found: results.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the last move fails, the file that was there stands and no part of the new one is left."""
+    path = tmp_path / "results.json"
+    path.write_bytes(b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        results.save(found, path)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("results.json", b"old")]
+
+
+def _truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _edited(edit: Any) -> Any:
+    def damage(content: bytes) -> bytes:
+        record = json.loads(content)
+        edit(record)
+        return json.dumps(record).encode()
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_truncated, "not a whole results file"),
+        (lambda _: b"", "not a whole results file"),
+        (lambda _: b"[1, 2]", "not a whole results file"),
+        (lambda _: b"\xff\xfe\x00", "not a whole results file"),
+        (lambda _: b"{}", "its schema is None"),
+        (_edited(lambda record: record.update(schema="zerosim.lab/0")), "its schema is 'zerosim.lab/0'"),
+        (_edited(lambda record: record.pop("sweep")), "sweep"),
+        (_edited(lambda record: record["settings"].update(ranks="three")), r"\$\.settings\.ranks"),
+        (_edited(lambda record: record["settings"].update(unknown=1)), "unknown"),
+        (_edited(lambda record: record["sweep"][0].update(peak=1.5)), r"\$\.sweep"),
+    ],
+    ids=["truncated", "empty", "a list", "not text", "no schema", "older", "a field missing", "a word for a number",
+         "a field too many", "half a byte"],
+)  # fmt: skip
+def test_a_damaged_or_foreign_file_is_refused_with_the_reason(
+    found: results.Results, tmp_path: Path, damage: Any, reason: str
+) -> None:
+    """What is not a whole, sound record of this schema is not read, and the error says why and names the file."""
+    path = tmp_path / "results.json"
+    path.write_bytes(damage(results.encode(found)))
+    with pytest.raises(ResultsError, match=reason) as error:
+        results.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """A file that is not there gets an error that names it."""
+    with pytest.raises(ResultsError, match="nothing.json"):
+        results.load(tmp_path / "nothing.json")
