@@ -72,12 +72,13 @@ def steps_that_differ(schemes: Sequence[Scheme], data: list[Batch]) -> dict[tupl
 # -- the claim
 
 
-@pytest.mark.parametrize("bucket", ["layer", "model"])
 @pytest.mark.parametrize(
     ("precision", "wire"),
     [("mixed", "fp32"), ("mixed", "fp16"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")],
 )
-@pytest.mark.parametrize("ranks", [3, 5, 7, 8, 12, 33])
+@pytest.mark.parametrize(
+    ("ranks", "bucket"), [*((ranks, "layer") for ranks in (3, 5, 7, 8, 12, 33)), (5, "model"), (8, "model")]
+)
 def test_all_schemes_are_alike_bit_for_bit(ranks: int, precision: str, wire: str, bucket: str) -> None:
     """After each of ten steps every rank of every scheme holds the same bits and has had the same loss."""
     options = {"precision": precision, "wire": wire, "bucket": bucket}
@@ -217,15 +218,15 @@ def test_another_batch_on_one_rank_is_found(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
-@pytest.mark.parametrize("band", COMPARED)
-def test_one_flipped_bit_is_found(band: Band, stage: Stage) -> None:
+@pytest.mark.parametrize("band", ["params", "master", "exp_avg", "exp_avg_sq"])
+def test_one_flipped_bit_is_found(band: str, stage: Stage) -> None:
     """The last bit of one number on one rank, flipped, is found there and nowhere else, in data parallel too."""
     [batch] = batches(3, steps=1)
     reference, scheme = trained(DP, batch), trained(stage, batch)
     assert differences(scheme, reference) == []
-    state = scheme.buckets[1].states[band]
+    state = scheme.buckets[1].states[Band(band)]
     state.view(f"u{state.itemsize}")[2, 3] ^= 1
-    assert differences(scheme, reference) == [(str(band), 1, 2)]
+    assert differences(scheme, reference) == [(band, 1, 2)]
 
 
 def test_a_flipped_bit_of_the_master_weights_stays() -> None:

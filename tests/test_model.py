@@ -171,6 +171,16 @@ def test_gradients_are_the_central_differences(case: str, wanted: str) -> None:
     assert np.array_equal(grads if wanted == "parameters" else dx, np.stack([slopes(copy) for copy in range(COPIES)]))
 
 
+def test_gradients_are_rounded_once() -> None:
+    """A gradient just above the middle of two bfloat16 goes up: by way of fp16 it would be the middle, and go down."""
+    layer, work, gradient = Linear(1, 1, relu=False, name="layer"), Recorder(1), 1 + 2**-8 + 2**-12
+    params = np.zeros((1, 2), ml_dtypes.bfloat16)
+    grads = np.zeros_like(params)
+    _, saved = layer.forward(params, work.take(np.ones((1, 1, 1))), work)
+    layer.backward(params, saved, work.take(np.full((1, 1, 1), gradient)), grads, work, need_dx=False)
+    assert grads.astype(np.float64).tolist() == [[1 + 2**-7] * 2]
+
+
 def test_relu_passes_nothing_at_zero() -> None:
     """Where the pre-activation is exactly 0 the gradient is 0, as it is below."""
     layer, work = Linear(2, 3, relu=True, name="relu"), Recorder(1)
@@ -285,12 +295,11 @@ def test_copies_do_not_influence_each_other() -> None:
         assert not np.array_equal(before[2], after[2])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("at_a_time", [0.5, 1, 2, 4])
-def test_register_size_does_not_change_the_bits(at_a_time: float, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_size_does_not_change_the_bits(at_a_time: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going through five copies one, two or four at a time gives the bits of all at once, ragged ends included."""
     model = MLP((7, 11))
-    given = gaussian(model, 5, 3, dtype)
+    given = gaussian(model, 5, 3, np.float16)
     expected = train(model, *given)
     sizes: list[tuple[int, ...]] = []
     empty_like: Any = np.empty_like

@@ -220,7 +220,7 @@ def test_bands_at_the_peak(whole: Results, drawn: dict[str, Figure]) -> None:
         [mark] = [line for line in above.get_lines() if line.get_marker() == "o"]
         [(x, y)] = points(mark)
         assert y == peak.total
-        assert f"{peak.total / 1e3:.3g} KB" in [text.get_text() for text in above.texts]
+        assert f"{peak.total / 1e3:.3g} kB" in [text.get_text() for text in above.texts]
         for axes, bands in ((above, tuple(Band)), (below, TRANSIENT)):
             drawn_there = {band: heights(patch)[int(x)] for band, patch in stacks(axes).items()}
             assert {band: height for band, height in drawn_there.items() if height} == {
@@ -231,7 +231,7 @@ def test_bands_at_the_peak(whole: Results, drawn: dict[str, Figure]) -> None:
 def test_phases_are_in_order(drawn: dict[str, Figure]) -> None:
     """Every scheme's panel names forward, backward and optimizer, from left to right."""
     for _, above, _ in panels(drawn["timeline"]):
-        named = [text for text in above.texts if "KB" not in text.get_text()]
+        named = [text for text in above.texts if "kB" not in text.get_text()]
         named.sort(key=lambda text: text.get_position()[0])
         assert [text.get_text() for text in named] == ["forward", "backward", "optimizer"]
 
@@ -518,6 +518,6 @@ def test_no_pyplot_and_no_simulator(whole: Results, tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, tmp_path / "results.json", tmp_path],
         env=environment, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    rooms = ("bands", "palette", "plots", "results")
+    rooms = ("bands", "labels", "palette", "plots", "results", "timeline")
     assert done.stdout.split() == [f"zerosim.{room}" for room in rooms]
     assert {path.stem for path in tmp_path.glob("*.png")} == set(KEYS)

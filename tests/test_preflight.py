@@ -203,6 +203,7 @@ BATCHES: dict[str, tuple[Callable[[Pairs], Any], type[Exception], list[str]]] = 
     "float16": (put(0, 1, lambda y: y.astype(np.float16)), TypeError, ["y of rank 0", *FLOAT32, "got float16"]),
     "integers": (put(1, 1, lambda y: y.astype(np.int64)), TypeError, ["y of rank 1", *FLOAT32, "got int64"]),
     "lists": (put(0, 0, lambda x: x.tolist()), TypeError, ["x of rank 0", *FLOAT32, "got list"]),
+    "a memoryview": (put(1, 1, lambda y: y.data), TypeError, ["y of rank 1", *FLOAT32, "got memoryview"]),
     "other byte order": (put(1, 0, lambda x: x.astype(">f4")), TypeError, ["x of rank 1", *FLOAT32, "got >f4"]),
     "NaN in x": (put(2, 0, replaced(np.nan)), ValueError, ["x of rank 2", *FINITE]),
     "infinity in x": (put(0, 0, replaced(np.inf)), ValueError, ["x of rank 0", *FINITE]),

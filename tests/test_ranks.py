@@ -132,6 +132,29 @@ def test_live_can_be_freed_while_it_is_read() -> None:
     assert (list(ranks.live()), ranks.ledger.total) == ([], 0)
 
 
+def test_what_is_held_is_held_once() -> None:
+    """However memory is given back and asked for again, no two arrays held at a time share any."""
+    ranks = make()
+    for array in [ranks.hold(Band.EXP_AVG, (7,)) for _ in range(3)]:
+        ranks.free(array)
+    held = [ranks.hold(Band.EXP_AVG_SQ, (7,)) for _ in range(4)]
+    for number, array in enumerate(held):
+        array[...] = number
+    assert [np.unique(array).tolist() for array in held] == [[0], [1], [2], [3]]
+    assert ranks.ledger.held == {Band.EXP_AVG: 0, Band.EXP_AVG_SQ: 4 * 4 * 7}
+
+
+@pytest.mark.parametrize(
+    ("band", "shape"), [(Band.GRADS, (6,)), (Band.MASTER, (6,)), (Band.MASTER, (2, 3)), (Band.PARAMS, (6, 1))]
+)
+def test_memory_held_again_has_the_shape_and_dtype_asked(band: Band, shape: tuple[int, ...]) -> None:
+    """After an fp16 array of six is given back, the next is what is asked for, whatever its length or bytes."""
+    ranks = make()
+    ranks.free(ranks.hold(Band.PARAMS, (6,)))
+    array = ranks.hold(band, shape)
+    assert (array.shape, array.dtype) == ((3, *shape), ranks.dtypes[band])
+
+
 # -- the card's limit
 
 

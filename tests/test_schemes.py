@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from zerosim.bands import MODEL_STATES, Array, Band, DType
+from zerosim.buckets import Bucket
 from zerosim.comm import LocalRing
 from zerosim.measure import Phase
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
 from zerosim.ranks import OutOfMemory, Rank
-from zerosim.schemes import DP, SCHEMES, Bucket, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 
 WIDTHS = (5, 7, 3)
 SIZES = [5 * 7 + 7, 7 * 3 + 3]
