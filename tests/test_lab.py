@@ -1,6 +1,7 @@
 """The lab: what it runs, what it records, and that its checks can fail."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ def test_a_planted_fault_is_found_and_named(
 
 
 def _peaks(ranks: int) -> list[int]:
-    buckets = tuple((pair,) for pair in zip(WIDTHS, WIDTHS[1:], strict=False))
+    buckets = tuple((pair,) for pair in pairwise(WIDTHS))
     return [sum(theory.peak(theory.Job(stage, buckets, ranks, rows=2)).values()) for stage in range(4)]
 
 

@@ -89,5 +89,5 @@ def test_a_damaged_or_foreign_file_is_refused_with_the_reason(
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """A file that is not there gets an error that names it."""
-    with pytest.raises(ResultsError, match="nothing.json"):
+    with pytest.raises(ResultsError, match=r"nothing\.json"):
         results.load(tmp_path / "nothing.json")
