@@ -1,0 +1,383 @@
+import io
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from zerosim import frameworks, frameworks_console, frameworks_ring
+from zerosim.bands import Array
+from zerosim.corroborate_records import Settings
+from zerosim.frameworks_judge import Judge
+from zerosim.frameworks_log import MARK, Log
+from zerosim.frameworks_records import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BEFORE,
+    BROADCAST,
+    BYTES,
+    ELSEWHERE,
+    GRADIENTS,
+    GRADS,
+    MASTER,
+    PARAMS,
+    REDUCE_SCATTER,
+    SETTLED,
+    STATE,
+    Collective,
+    Family,
+    Framework,
+    Frameworks,
+    Row,
+    Seen,
+)
+from zerosim.meter import HEADER
+
+WIDE, PRIME = [64, 128, 128, 64], [7, 11, 13, 5]
+P = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64
+COUNTERS = 6 * 4  # bytes: Adam keeps a step count in fp32 for each of six tensors
+BROKEN = Row("DDP with an option that it does not have", Family.DDP, options={"no_such_option": 1})
+
+
+class Ran(NamedTuple):
+    found: Frameworks
+    seen: dict[str, list[Seen]]
+
+    def row(self, name: str) -> Framework:
+        return next(row for row in self.found.rows if row.name.startswith(name))
+
+    def judge(self, row: Row, seen: list[Seen]) -> Judge:
+        return Judge(row, self.found.settings, self.found.steps, seen)
+
+
+def _run(ranks: int, widths: list[int], names: Sequence[str], *more: Row) -> Ran:
+    pytest.importorskip("torch")
+    seen: dict[str, list[Seen]] = {}
+    watched = frameworks._watched
+
+    def remembered(nursery: Any, row: Row, *rest: Any) -> list[Seen]:
+        seen[row.name] = watched(nursery, row, *rest)
+        return seen[row.name]
+
+    settings = Settings(
+        ranks=ranks, steps=8, batch=3, seed=7, model_seed=0, widths=widths, collectives=[], precisions=[],
+        wire="fp32", backend="gloo", fault=None,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frameworks, "_watched", remembered)
+        rows = [row for row in frameworks.ROWS if row.name in names]
+        return Ran(frameworks.run(settings, timeout=60, rows=[*rows, *more]), seen)
+
+
+FOUR = (
+    "DDP",
+    "DDP, fp16_compress_hook",
+    "DDP + ZeroRedundancyOptimizer",
+    "FSDP2, reshard_after_forward=False",
+    "FSDP2, reshard_after_forward=True, bf16",
+)
+FIVE = ("DDP, gradient_as_bucket_view", "FSDP2, reshard_after_forward=True")
+
+
+@pytest.fixture(scope="module")
+def four() -> Ran:
+    return _run(4, WIDE, FOUR)
+
+
+@pytest.fixture(scope="module")
+def five() -> Ran:
+    return _run(5, PRIME, FIVE, BROKEN)
+
+
+@pytest.fixture(params=["four", "five"])
+def ran(request: pytest.FixtureRequest) -> Ran:
+    found: Ran = request.getfixturevalue(request.param)
+    return found
+
+
+def _rows(ran: Ran) -> Iterator[tuple[Row, list[Seen]]]:
+    return ((row, ran.seen[row.name]) for row in frameworks.ROWS if row.name in ran.seen)
+
+
+# -- real ranks
+
+
+def test_gradients_are_the_ring_over_local_ones(ran: Ran) -> None:
+    """DDP and FSDP2 give, to the last bit, what the simulator's ring makes of the local gradients."""
+    compared = [row for row in ran.found.rows if row.family in (Family.DDP, Family.FSDP) and not row.skipped]
+    assert len(compared) == len({*FOUR} - {"DDP + ZeroRedundancyOptimizer"} if ran.found.settings.ranks == 4 else FIVE)
+    for row in compared:
+        assert [(step.step, step.differing) for step in row.gradients] == [(1, 0), (2, 0), (3, 0)], row.name
+        assert all(step.compared for step in row.gradients)
+    assert not ran.found.failures
+
+
+def _in_order_of_ranks(summands: Array) -> Array:
+    return np.asarray([*accumulate(summands, lambda one, other: (one + other).astype(one.dtype))][-1])
+
+
+def test_another_order_of_summation_is_noticed(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients' check fails where the same numbers are added in the order of the ranks."""
+    monkeypatch.setattr(frameworks_ring, "ring_sum", _in_order_of_ranks)
+    for row, seen in _rows(ran):
+        if seen[0].evidence:
+            judge = ran.judge(row, seen)
+            record = judge.record()
+            assert {failure.check for failure in judge.failures} == {GRADIENTS}
+            assert min(step.differing for step in record.gradients) > 0.1 * record.gradients[0].compared
+
+
+def test_every_byte_of_the_kernel_is_explained(ran: Ran) -> None:
+    """What the kernel counts in each settled step is the collectives' payload and gloo's framing, on every rank."""
+    for row in ran.found.rows:
+        for rank in row.ranks:
+            if not rank.kernel:
+                pytest.skip(str(row.unmeasured))
+            assert rank.moved is not None
+            assert rank.framing is not None
+            for counted in rank.kernel.values():
+                assert counted[SETTLED:] == [rank.moved + rank.framing] * (ran.found.steps - SETTLED), row.name
+
+
+def test_a_collective_that_is_not_known_of_is_noticed(four: Ran) -> None:
+    """The bytes' check fails, on every rank, where one collective is left out of the explanation."""
+    for row, seen in _rows(four):
+        if not any(each.counted[0].tcp_sent for each in seen):
+            pytest.skip(str(seen[0].unmeasured))
+        judge = four.judge(row, [each._replace(asked=each.asked[1:]) for each in seen])
+        judge.record()
+        assert {failure.check for failure in judge.failures} == {BYTES}
+        assert {failure.rank for failure in judge.failures} == set(range(4))
+
+
+def test_traffic_in_units_of_the_parameters(four: Ran) -> None:
+    """DDP sends 2 P and ZeroRedundancyOptimizer 3; FSDP2 asks for 2 or 3, of which gloo makes 3 or 4."""
+    unit = 3 * P  # (N-1)/N of P, fp32, N = 4
+    for name, asked, moved in (
+        ("DDP", 2 * unit, 2 * unit),
+        ("DDP, fp16", 2 * unit // 2, 2 * unit // 2),
+        ("FSDP2, reshard_after_forward=False", 2 * unit, 3 * unit),
+        ("FSDP2, reshard_after_forward=True, bf16", 3 * unit // 2, 4 * unit // 2),
+    ):
+        ranks = four.row(name).ranks
+        assert [(rank.asked, rank.moved) for rank in ranks] == [(asked, moved)] * 4, name
+    assert sum(rank.asked for rank in four.row("DDP + Zero").ranks) == 4 * 3 * unit
+
+
+def test_held_bytes(four: Ran) -> None:
+    """Walked tensors and the allocator's log agree on the bytes that a framework holds, by band."""
+    whole = {PARAMS: 4 * P, GRADS: 4 * P, MASTER: 0, STATE: 8 * P + COUNTERS}
+    shard = {PARAMS: P, GRADS: P, MASTER: 0, STATE: 2 * P + COUNTERS}
+    for name, bands, elsewhere in (
+        ("DDP", whole, 4 * P),  # its bucket
+        ("FSDP2, reshard_after_forward=False", shard, 0),
+        ("FSDP2, reshard_after_forward=True, bf16", shard, 0),
+    ):
+        for rank in four.row(name).ranks:
+            for held in (rank.held, rank.rest):
+                assert {band: held[band] for band in bands} == bands, name
+                assert 0 <= held[ELSEWHERE] - elsewhere < 512, name  # small tensors of indices and flags
+    dealt = four.row("DDP + Zero").ranks
+    assert sum(rank.held[STATE] for rank in dealt) == whole[STATE]
+    assert [rank.held[PARAMS] + rank.held[GRADS] for rank in dealt] == [8 * P] * 4
+
+
+def test_held_bytes_where_nothing_divides(five: Ran) -> None:
+    """FSDP2 on five ranks holds of every parameter a fifth of the rows, rounded up; DDP's gradients are its bucket."""
+    tensors = [shape for i, o in pairwise(PRIME) for shape in ((o, i), (o, 1))]
+    for rank, seen in enumerate(five.row("FSDP2").ranks):
+        padded = sum(-(-rows // 5) * columns for rows, columns in tensors)
+        rows_of = [(min(-(-rows // 5), max(0, rows - rank * -(-rows // 5))), columns) for rows, columns in tensors]
+        own = sum(rows * columns for rows, columns in rows_of)
+        assert seen.held[PARAMS] == 4 * padded
+        assert seen.held[STATE] == 2 * 4 * own + COUNTERS
+    for seen in five.row("DDP").ranks:
+        n = sum(rows * columns for rows, columns in tensors)
+        assert (seen.held[PARAMS], seen.held[GRADS], seen.held[STATE]) == (4 * n, 4 * n, 8 * n + COUNTERS)
+        assert seen.held[ELSEWHERE] < 512
+
+
+def test_peak(four: Ran) -> None:
+    """A peak is what was there before the step and what came in it; DDP's is where Adam has two temporaries."""
+    for rank in four.row("DDP").ranks:
+        largest = 4 * 128 * 128
+        assert rank.peak_phase == "update"
+        assert rank.peak[BEFORE] == sum(rank.rest.values()) - 4 * P  # all but the gradients, which were let go of
+        assert rank.peak["backward"] == 4 * P
+        assert 2 * largest <= rank.peak["update"] < 2 * largest + 1024
+    for row in four.found.rows[3:]:
+        assert all(rank.exact and rank.peak == row.ranks[0].peak for rank in row.ranks), row.name
+        assert sum(row.ranks[0].peak.values()) > sum(row.ranks[0].rest.values()) + 3 * P
+
+
+def test_what_a_framework_behaves_like(four: Ran) -> None:
+    """The scheme is found from the bands that are sharded, and where it is left from the measured numbers."""
+    stages = ["data parallel", "data parallel", "ZeRO-1", "ZeRO-3", "ZeRO-3"]
+    assert [row.stage for row in four.found.rows] == stages
+    departs = {row.name: " ".join(row.departs) for row in four.found.rows}
+    assert "+4.00 B elsewhere" in departs["DDP"]
+    assert "asks for 3.00 P for 2" in departs["DDP + ZeroRedundancyOptimizer"]
+    assert "its ranks hold from 12.08 to 15.96 B" in departs["DDP + ZeroRedundancyOptimizer"]
+    assert "asks for 2.00 P for 3" in departs["FSDP2, reshard_after_forward=False"]
+    assert "gloo moves 3.00 P" in departs["FSDP2, reshard_after_forward=False"]
+
+
+def test_parameters_are_the_simulators(ran: Ran) -> None:
+    """In fp32 every framework ends within 1e-5 of the simulator's parameters, and all its ranks alike."""
+    compared = [row for row in ran.found.rows if not row.skipped and row.precision == row.wire == "fp32"]
+    assert compared
+    for row in compared:
+        assert row.largest < 1e-5, row.name
+
+
+def test_deepspeed() -> None:
+    """DeepSpeed's bytes are explained too, stage 3 without anything kept is ZeRO-3, and it learns what the others do."""
+    pytest.importorskip("deepspeed")
+    names = "DeepSpeed stage 2, fp32", "DeepSpeed stage 3, nothing kept, fp32"
+    ran = _run(4, WIDE, names)
+    assert not ran.found.ended
+    assert not ran.found.failures
+    assert [row.stage for row in ran.found.rows] == ["ZeRO-2", "ZeRO-3"]
+    for row, asked in zip(ran.found.rows, (3 * 3 * P, 3 * 3 * P), strict=True):
+        assert all(0 <= rank.asked - asked < 32 for rank in row.ranks), row.name  # and the norm of the gradients
+        assert row.largest < 1e-5
+
+
+def test_a_rank_that_fails_ends_it(five: Ran) -> None:
+    """An error in a rank is told with the framework's name, and what was found before is kept."""
+    assert "no_such_option" in five.found.ended
+    assert BROKEN.name in five.found.ended
+    assert [row.skipped for row in five.found.rows] == ["", "", "not reached"]
+
+
+def test_table(four: Ran, five: Ran) -> None:
+    """The table has a line and a sentence for each framework, and the verdicts say hold only of what was compared."""
+    for ran in (four, five):
+        out = io.StringIO()
+        frameworks_console.show(ran.found, Console(file=out))
+        text = out.getvalue()
+        assert text.count("hold: ") == 3
+        assert all(row.name in text for row in ran.found.rows)
+        assert ("incomplete" in text) == bool(ran.found.ended)
+
+
+def test_deepspeed_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without deepspeed its rows say what to install, nothing is started, and no check is said to hold."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else SimpleNamespace())
+    monkeypatch.setattr(frameworks, "Nursery", None)
+    settings = Settings(
+        ranks=4, steps=1, batch=1, seed=7, model_seed=0, widths=PRIME, collectives=[], precisions=[], wire="fp32",
+        backend="gloo", fault=None,
+    )  # fmt: skip
+    found = frameworks.run(settings, rows=[row for row in frameworks.ROWS if row.family is Family.DEEPSPEED])
+    assert {row.skipped for row in found.rows} == {"deepspeed is not installed; pip install 'zerosim[deepspeed]'"}
+    out = io.StringIO()
+    frameworks_console.show(found, Console(file=out))
+    assert "zerosim[deepspeed]" in out.getvalue()
+    assert out.getvalue().count("not measured: ") == 3
+
+
+# -- gloo's arithmetic, without gloo
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("elements", [1, 2 * 3 * 5 * 7, 1009])
+def test_the_ring_of_a_buffer_of_any_length(ranks: int, elements: int) -> None:
+    """Element i lies in chunk c = i // C and is ((x[c-1] + x[c-2]) + ...) + x[c], rounded at every addition."""
+    x = np.random.default_rng(11).standard_normal((ranks, elements)).astype(np.float32)
+    length = 2 * -(-elements // (2 * ranks))
+    expected = []
+    for i in range(elements):
+        c = i // length
+        order = [x[(c - 1 - t) % ranks, i] for t in range(ranks)]
+        expected.append([*accumulate(order)][-1])
+    np.testing.assert_array_equal(frameworks_ring.ring_sum(x), np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("elements", [1, 5, 33_088, 10_000_019])
+@pytest.mark.parametrize("name", [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST])
+def test_what_is_sent_arrives(ranks: int, elements: int, name: str) -> None:
+    """Over all ranks as much is sent as received, and no less than must reach them."""
+    asked = Collective(name, elements * (ranks if name == ALL_GATHER else 1), 4, root=ranks - 1)
+    moved = [frameworks_ring.moved(asked, rank, ranks) for rank in range(ranks)]
+    assert all(moved)
+    sent, received = (sum(getattr(each, way) for each in moved) for way in ("sent", "received"))
+    messages = [sum(getattr(each, f"messages_{way}") for each in moved) for way in ("sent", "received")]
+    assert sent == received == asked.nbytes * (ranks - 1) * (2 if name in (ALL_REDUCE, REDUCE_SCATTER) else 1)
+    assert messages[0] == messages[1] > 0
+    framing = [sum(part) for part in zip(*(each.framing() for each in moved if each), strict=True)]
+    assert framing[0] == framing[1] == 3 * HEADER * messages[0]
+
+
+# -- the profiler's log, without a profiler
+
+
+class _Tree:
+    """Events as the profiler has them: steps of ten nanoseconds, in each a phase of two to six."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = [self._event(f"{MARK}step", 10 * k, 10 * k + 9) for k in range(steps)]
+        for k, step in enumerate(self.steps):
+            phases = [("forward", 1, 4), ("backward", 4, 7), ("update", 7, 9)]
+            step.children = [self._event(MARK + name, 10 * k + b, 10 * k + e - 1) for name, b, e in phases]
+
+    def _event(self, name: str, begin: int, end: int, **more: Any) -> SimpleNamespace:
+        kind = SimpleNamespace(name="Other")
+        return SimpleNamespace(
+            **{"name": name, "start_time_ns": begin, "end_time_ns": end, "children": [], "tag": kind} | more
+        )
+
+    def move(self, step: int, at: int, address: int, nbytes: int) -> None:
+        """``nbytes`` come to ``address``, or go from it."""
+        phase = self.steps[step].children[0 if at < 4 else 1 if at < 7 else 2]
+        typed = (None, SimpleNamespace(ptr=address, alloc_size=nbytes))
+        time = 10 * step + at
+        phase.children.append(self._event("[memory]", time, time, tag=SimpleNamespace(name="Allocation"), typed=typed))
+
+
+def test_a_block_that_was_not_seen_to_go_goes_where_its_like_does() -> None:
+    """Of a block that one step frees unseen, held and peak count no more than in a step that was seen to free it."""
+    tree = _Tree(5)
+    for step in range(5):
+        tree.move(step, 2, 100 + step, 1000)
+        if step != 3:
+            tree.move(step, 3, 100 + step, -1000)
+        tree.move(step, 5, 200, 30)
+        tree.move(step, 8, 200, -30)
+    log = Log(tree.steps, kept=set())
+    for step in (2, 3):
+        assert log.held(10 * step + 7, {GRADS: {200: 30}}) == {GRADS: 30, ELSEWHERE: 0}
+        assert log.peak(10 * step, 10 * step + 9).parts == {"forward": 1000}
+        assert log.peak(10 * step, 10 * step + 9).exact
+    assert not log.strays(20)
+
+
+def test_a_block_whose_like_was_never_seen_to_go_makes_a_bound() -> None:
+    """Where every step frees a block unseen, it counts to the end of its phase and the peak is not said to be exact."""
+    tree = _Tree(4)
+    for step in range(4):
+        tree.move(step, 2, 100, 1000)  # the same address each time: it must have gone before
+        tree.move(step, 5, 200, 30)
+        tree.move(step, 6, 200, -30)
+    log = Log(tree.steps, kept=set())
+    assert log.peak(20, 29).parts == {"forward": 1000}
+    assert not log.peak(20, 29).exact
+    assert log.held(27, {}) == {ELSEWHERE: 0}
+
+
+def test_what_stays_is_told_from_what_was_missed() -> None:
+    """A block in use at the end stays though others of its origin went; one that no tensor shows is a stray."""
+    tree = _Tree(4)
+    tree.move(0, 2, 100, 1000)
+    tree.move(0, 3, 101, 1000)
+    tree.move(0, 5, 101, -1000)
+    tree.move(1, 8, 300, 70)
+    log = Log(tree.steps, kept={100})
+    assert log.held(25, {PARAMS: {100: 1000}}) == {PARAMS: 1000, ELSEWHERE: 70}
+    assert log.peak(20, 29).parts == {BEFORE: 1000 + 70}
+    assert log.strays(20).total() == 70

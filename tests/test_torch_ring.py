@@ -1,0 +1,185 @@
+"""Collectives over real torch.distributed ranks: their bits, and their bytes on the kernel's word."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zerosim import meter
+from zerosim.bands import Band
+from zerosim.comm import Comm, LocalRing, Ring
+from zerosim.corroborate_records import Settings
+from zerosim.hub import Hub
+from zerosim.launch import Group, Nursery
+from zerosim.line import Arrived, Board, Bye, Go, Job, Line
+from zerosim.measure import Ledger
+from zerosim.native import LocalCollectives, Native
+from zerosim.ranks import Ranks, Workspace
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
+)
+
+FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+DTYPES = [(FP32, FP32), (FP16, FP32), (FP16, FP16), (BF16, FP32), (BF16, BF16)]  # of the buffer, of the wire
+ODD, LONG = 5, 2 * meter.MAX_SEGMENT // 4 + 3  # elements of a chunk; the second takes more than two segments
+WORLDS = (4, 5)  # with fewer, another order of summation need not show
+
+
+class Case(NamedTuple):
+    """One collective."""
+
+    kind: type[Comm]
+    collective: str
+    chunk: int
+    band: Any
+    wire: Any
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__} {self.collective} of {self.chunk} {self.band} as {self.wire}"
+
+
+CASES = [
+    Case(kind, collective, ODD, *dtypes)
+    for kind in (Comm, Native)
+    for collective in ("all-reduce", "reduce-scatter", "all-gather")
+    for dtypes in DTYPES
+] + [Case(kind, "all-reduce", LONG, FP32, FP32) for kind in (Comm, Native)]
+
+
+class Seen(NamedTuple):
+    """What a rank found in one case."""
+
+    differing: int
+    """Elements whose bits are not those of the simulated ring."""
+    expected: list[int]
+    """Bytes that the model says were sent and received."""
+    written: int | None
+    tcp_sent: int | None
+    tcp_received: int | None
+
+
+def draw(n: int, case: Case) -> Any:
+    """A buffer for each rank, of mixed magnitudes, so that the order of a sum shows, repeated."""
+    rng = np.random.default_rng(n)
+    drawn = rng.standard_normal(1009) * 2.0 ** rng.integers(-3, 4, 1009)
+    return np.resize(drawn.astype(case.band), (n, n * case.chunk))
+
+
+def comm(case: Case, ring: Ring) -> Comm:
+    ledger = Ledger(len(ring.ids))
+    ranks = Ranks(ring.ids, {Band.BLOCKS: case.wire}, ledger, ring.empty)
+    return (case.kind if hasattr(ring, "all_reduce") else Comm)(ring, case.wire, Workspace(ranks, Band.BLOCKS), ledger)
+
+
+def collect(case: Case, on: Comm, buffer: Any) -> Any:
+    """Run it in place."""
+    if case.collective == "all-reduce":
+        on.all_reduce(buffer, buffer.shape[1], scale=1 / on.ring.size, band="grads", unit="")
+    elif case.collective == "reduce-scatter":
+        on.reduce_scatter(buffer, on.own(buffer), buffer.shape[1], scale=1 / on.ring.size, band="grads", unit="")
+    else:
+        on.all_gather(buffer, buffer.shape[1], band="params", unit="")
+    return buffer
+
+
+def exercise(line: Line, board: Board, rank: int) -> None:
+    """A rank's part: all cases, each between two fences; what was seen goes back as JSON."""
+    from zerosim import torch_ring
+
+    job = line.receive()
+    assert isinstance(job, Job)
+    n, known, seen = job.world, meter.tcp_sockets(), []
+
+    def fence() -> None:
+        line.send(Arrived())
+        assert line.receive() == Go()
+
+    store = torch_ring.file_store(Path(job.store), n)
+    with torch_ring.process_group("gloo", store, rank, n, job.timeout, rank):
+        ring = torch_ring.TorchRing(rank, n, board.slot(rank))
+        for case in CASES[:30:5]:  # what libraries do once, they do now
+            collect(case, comm(case, ring), draw(n, case)[rank : rank + 1])
+        kernel = meter.Kernel(meter.tcp_sockets() - known)
+        assert kernel.unmeasured == {}
+        for case in CASES:
+            data = draw(n, case)
+            mine, on = data[rank : rank + 1].copy(), comm(case, ring)
+            ring.handed.clear()
+            before = kernel.read()
+            fence()
+            collect(case, on, mine)
+            fence()
+            counted = kernel.read().since(before)
+            collect(case, comm(case, LocalRing(n)), data)
+            bits = [np.ascontiguousarray(row).view(f"u{case.band.itemsize}") for row in (mine[0], data[rank])]
+            moved = meter.total(
+                meter.moved(op, size, n) for (op, size), times in ring.handed.items() for _ in range(times)
+            )
+            framing = moved.framing()
+            expected = [moved.sent + framing[0], moved.received + framing[1]]
+            seen.append(Seen(int(np.count_nonzero(bits[0] != bits[1])), expected, *counted))
+        kernel.close()
+    line.send(Bye(text=json.dumps(seen), code=0))
+    with contextlib.suppress(EOFError):  # until all have answered
+        line.receive()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        with Nursery() as started:
+            yield started
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def seen(nursery: Nursery, request: pytest.FixtureRequest) -> list[list[Seen]]:
+    """For each case what each rank saw."""
+    n = request.param
+    with Group(nursery, n, Path(__file__).stem, "exercise") as group:
+        hub = Hub(group.lines, 60, group)
+        nobody = Settings(
+            ranks=n, steps=1, batch=1, seed=0, model_seed=0, widths=[1, 1], collectives=[], precisions=[], wire="fp32",
+            backend="gloo", fault=None,
+        )  # fmt: skip
+        hub.tell(Job(rank=0, world=n, settings=nobody, store=group.new_file("store"), timeout=60))
+        for case in CASES:
+            for _ in range(2):
+                hub.gather(Arrived, str(case))
+                hub.tell(Go())
+        by_rank = [[Seen(*each) for each in json.loads(bye.text)] for bye in hub.gather(Bye, "the end")]
+    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def test_real_ranks_have_the_simulated_rings_bits(seen: list[list[Seen]]) -> None:
+    """Every collective, by hops and by torch's own, in every dtype and in long chunks, on every rank: 0 bits differ."""
+    wrong = {str(case): [rank.differing for rank in ranks] for case, ranks in zip(CASES, seen, strict=True)}
+    assert {name: differing for name, differing in wrong.items() if any(differing)} == {}
+
+
+def test_the_kernel_counts_what_the_model_says(seen: list[list[Seen]]) -> None:
+    """For every collective and rank, both meters read payload and framing, sent and received, to the byte."""
+    wrong = {
+        str(case): rank
+        for case, ranks in zip(CASES, seen, strict=True)
+        for rank in ranks
+        if (rank.written, rank.tcp_sent, rank.tcp_received) != (rank.expected[0], *rank.expected)
+    }
+    assert wrong == {}
+
+
+def test_another_order_would_show() -> None:
+    """A sum in the order of ranks has other bits than the ring's, unless the wire holds sums exactly."""
+    for case in CASES:
+        if case.band == case.wire:
+            data = draw(4, case)
+            total = ((data[0] + data[1]) + data[2]) + data[3]
+            LocalCollectives(4).all_reduce(data)
+            assert (total.view(f"u{case.wire.itemsize}") != data[0].view(f"u{case.wire.itemsize}")).any()
