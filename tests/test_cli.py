@@ -21,13 +21,14 @@ def run(*arguments: str, out: Path | None = None) -> Result:
 
 
 def test_the_lab_prints_its_verdicts_and_writes_results_and_figures(tmp_path: Path) -> None:
-    """Exit code 0, both verdicts, results.json and four figures, and no other file."""
+    """Exit code 0, both verdicts, results.json, the page, the trace and four figures, and no other file."""
     result = run(*SMALL, out=tmp_path / "made" / "here")
     assert result.exit_code == 0, result.output
     assert "check one holds" in result.output
     assert "check two holds" in result.output
     names = {path.name for path in (tmp_path / "made" / "here").iterdir()}
-    assert names == {"results.json", "memory.png", "loss.png", "traffic.png", "timeline.png"}
+    figures = {"memory.png", "loss.png", "traffic.png", "timeline.png"}
+    assert names == {"results.json", "report.html", "trace.json"} | figures
     assert results.load(tmp_path / "made" / "here" / "results.json").settings.ranks == 3
 
 
@@ -113,6 +114,24 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs
     result = run(*SMALL, out=tmp_path / "file" / "out")
     assert result.exit_code == 2
     assert "--out" in result.output
+
+
+def test_a_report_is_made_from_results(tmp_path: Path) -> None:
+    """``zerosim report`` writes the page and the trace that the lab writes, from its results alone."""
+    assert run(*SMALL, out=tmp_path / "lab").exit_code == 0
+    result = run("report", str(tmp_path / "lab" / "results.json"), out=tmp_path / "again")
+    assert result.exit_code == 0, result.output
+    for name in ("report.html", "trace.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "lab" / name).read_bytes()
+
+
+def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
+    """What is not a results file gets one line that says why, exit code 2, and no page."""
+    (tmp_path / "foreign.json").write_text('{"schema": "other"}')
+    result = run("report", str(tmp_path / "foreign.json"), out=tmp_path / "out")
+    assert result.exit_code == 2
+    assert "its schema is 'other'" in result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_module_is_the_command() -> None:

@@ -7,17 +7,16 @@ Heavy imports wait for the command that needs them.
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from zerosim.bands import PRECISIONS, WIRES
+from zerosim.cli_corroborate import corroborate
 from zerosim.data import DATA
 from zerosim.preflight import GATHERS
-from zerosim.results import Results, Settings, encode, save
+from zerosim.refusals import errors_for_people, writable
+from zerosim.results import Results, Settings, encode, load, save
 
 UNITS = {
     "B": 1,
@@ -45,12 +44,6 @@ class ByteSize(click.ParamType[int]):
                 f"{value!r} is not a size of at least one byte. Give a number and one of {', '.join(UNITS)}, as in 2MB."
             )
         return int(nbytes)
-
-
-class Refused(click.ClickException):
-    """What was asked for cannot be run; the message says why and what to do."""
-
-    exit_code = 2
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -99,7 +92,7 @@ def main() -> None:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("out"),
     show_default=True,
-    help="Folder for results.json and the figures.",
+    help="Folder for results.json, the figures, report.html and trace.json.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of tables.")
 def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
@@ -109,13 +102,14 @@ def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
     measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes when
     a rule is broken on purpose. Exit code 0 only if every check holds.
     """
-    with _errors_for_people():
+    with errors_for_people():
         settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
-        _writable(out)
+        writable(out, "lab")
         found = _run(settings)
         from zerosim import plots
 
         plots.save_figures(plots.figures(found), out)
+        _save_page(found, out)
         save(found, out / "results.json")
     if as_json:
         click.echo(encode(found), nl=False)
@@ -124,6 +118,37 @@ def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
 
         console.show(found, out)
     sys.exit(1 if found.failures else 0)
+
+
+@main.command()
+@click.argument("recorded", metavar="RESULTS", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Folder for report.html and trace.json.  [default: that of RESULTS]",
+)
+def report(recorded: Path, out: Path | None) -> None:
+    """Write report.html and trace.json from a results.json that the lab has written.
+
+    The page opens offline: verdicts, tables, charts, and a player that replays the events of a
+    step. The trace opens in Perfetto or chrome://tracing.
+    """
+    out = out or recorded.parent
+    with errors_for_people():
+        found = load(recorded)
+        writable(out, "report")
+        _save_page(found, out)
+    click.echo(f"written to {out}/: report.html and trace.json")
+
+
+def _save_page(found: Results, out: Path) -> None:
+    """The page and the trace, whose libraries nothing else needs."""
+    from zerosim.report import save_page
+    from zerosim.trace import save_trace
+
+    save_page(found, out / "report.html")
+    save_trace(found, out / "trace.json")
 
 
 def _run(settings: Settings) -> Results:
@@ -144,23 +169,4 @@ def _run(settings: Settings) -> Results:
         return lab.run(settings, advance)
 
 
-def _writable(folder: Path) -> None:
-    """Make the folder, and see that a file can be written there before anything is run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise Refused(
-            f"lab(out): results go to a folder that can be written; {folder} cannot: {error.strerror}. "
-            f"Name another with --out."
-        ) from error
-
-
-@contextmanager
-def _errors_for_people() -> Iterator[None]:
-    """What the caller got wrong becomes one line and exit code 2, not a traceback."""
-    try:
-        yield
-    except (ValueError, TypeError, MemoryError, ModuleNotFoundError, OSError) as error:
-        raise Refused(str(error)) from error
+main.add_command(corroborate)

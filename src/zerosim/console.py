@@ -224,4 +224,7 @@ def _verdicts(results: Results, out: Path, console: Console) -> None:
         console.print(f"  {failure}", style="red", markup=False)
     if len(results.failures) > SHOWN_FAILURES:
         console.print(f"  and {len(results.failures) - SHOWN_FAILURES:,} more, in results.json")
-    console.print(f"written to {out}/: results.json and the figures", markup=False)
+    console.print(
+        f"written to {out}/: report.html to look at, results.json, trace.json for Perfetto, and the figures",
+        markup=False,
+    )
