@@ -13,19 +13,29 @@ WHEEL := $(VENV)/wheel
 # Errors still show.
 PIP   := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
 
+define RUN_TESTS
+@rm -rf $(WHEEL)
+@$(PIP) --no-deps --target $(WHEEL) .
+PYTHONPATH=$(CURDIR)/$(WHEEL) $(BIN)/pytest -n auto $(ARGS)
+endef
+
 .DELETE_ON_ERROR:
-.PHONY: help lab test lint bench clean
+.PHONY: help lab corroborate test test-light lint bench record readme clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 lab: $(VENV)/.lab ## train under all four schemes and write the report (ARGS="..." goes to `zerosim lab`)
 	@$(BIN)/zerosim lab $(ARGS)
 
-test: lint ## lint, then run every test against a freshly built wheel (ARGS="..." goes to pytest)
-	@rm -rf $(WHEEL)
-	@$(PIP) --no-deps --target $(WHEEL) .
-	PYTHONPATH=$(CURDIR)/$(WHEEL) $(BIN)/pytest -n auto $(ARGS)
+corroborate: $(VENV)/.torch ## hold the simulator to real torch.distributed ranks (ARGS="..." goes to it)
+	@$(BIN)/zerosim corroborate $(ARGS)
+
+test: $(VENV)/.torch lint ## lint, then run every test against a freshly built wheel (ARGS="..." goes to pytest)
+	$(RUN_TESTS)
+
+test-light: lint ## the same without torch: what needs it is skipped, unless it is there already
+	$(RUN_TESTS)
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check
@@ -35,9 +45,16 @@ lint: $(VENV)/.dev ## ruff and mypy
 bench: $(VENV)/.lab ## time a training step (ARGS="..." goes to the benchmark)
 	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
+record: $(VENV)/.torch ## run the recorded commands again (ARGS="lab card" for some of them)
+	@$(BIN)/python scripts/record.py $(ARGS)
+
+readme: $(VENV)/.dev ## write README.md, its figures and the notebook's outputs from what is recorded
+	@$(BIN)/python scripts/write_readme.py
+	@$(BIN)/python scripts/run_notebook.py
+
 clean: ## remove the environment, caches and builds; results in out/ stay
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find src tests benchmarks scripts -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("zerosim needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v[:2])'
@@ -45,7 +62,8 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.lab: EXTRAS =
 $(VENV)/.dev: EXTRAS = [dev]
-$(VENV)/.lab $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+$(VENV)/.torch: EXTRAS = [dev,torch]
+$(VENV)/.lab $(VENV)/.dev $(VENV)/.torch: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing zerosim$(EXTRAS) into $(VENV)"
 	@$(PIP) --constraint constraints.txt --editable '.$(EXTRAS)'
 	@touch $@
