@@ -280,7 +280,8 @@ def test_a_silent_rank_is_named_when_others_give_up(lines: tuple[list[Line], lis
     for rank in (0, 2):
         theirs[rank].send(Trouble(text="timed out"))
     with pytest.raises(
-        RankFailure, match=r"^Rank 1 said nothing, in a test, and others gave up: Rank 0: timed out; Rank 2: timed out$"
+        RankFailure,
+        match=r"^Rank 1 said nothing, in a test, and others gave up: Rank 0: timed out; Rank 2: timed out\.$",
     ) as caught:
         Hub(ours, 0.5).gather(Arrived, "a test")
     assert caught.value.ranks == [1]

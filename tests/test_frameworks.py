@@ -234,7 +234,7 @@ def test_parameters_are_the_simulators(ran: Ran) -> None:
 
 
 def test_deepspeed() -> None:
-    """DeepSpeed's bytes are explained too, stage 3 without anything kept is ZeRO-3, and it learns what the others do."""
+    """DeepSpeed's bytes are explained, stage 3 with nothing kept is ZeRO-3, and it learns what the others do."""
     pytest.importorskip("deepspeed")
     names = "DeepSpeed stage 2, fp32", "DeepSpeed stage 3, nothing kept, fp32"
     ran = _run(4, WIDE, names)
@@ -273,7 +273,11 @@ def test_deepspeed_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
         ranks=4, steps=1, batch=1, seed=7, model_seed=0, widths=PRIME, collectives=[], precisions=[], wire="fp32",
         backend="gloo", fault=None,
     )  # fmt: skip
-    found = frameworks.run(settings, rows=[row for row in frameworks.ROWS if row.family is Family.DEEPSPEED])
+    rows = [row for row in frameworks.ROWS if row.family is Family.DEEPSPEED]
+    told: list[str] = []
+    found = frameworks.run(settings, told.append, rows=rows)
+    assert told == [row.name for row in rows]
+    assert len(told) == frameworks.work(rows)
     assert {row.skipped for row in found.rows} == {"deepspeed is not installed; pip install 'zerosim[deepspeed]'"}
     out = io.StringIO()
     frameworks_console.show(found, Console(file=out))

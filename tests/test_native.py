@@ -21,7 +21,6 @@ from zerosim.schemes import SCHEMES, Stage
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = [
     (FP32, FP32),
-    (FP32, FP16),
     (FP16, FP32),
     (FP16, FP16),
     (BF16, FP32),

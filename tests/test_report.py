@@ -236,7 +236,9 @@ def test_verdicts_and_failures() -> None:
     """Each check's verdict is said in words, and what failed is listed."""
     texts = "".join(read("whole").texts)
     assert "✓ check one holds" in texts
+    assert f"{3 * len(NAMES)} comparisons" in texts
     assert "✓ check two holds" in texts
+    assert "check one has nothing to compare" in "".join(read("bare").texts)
     [failure] = hostile().failures
     texts = "".join(read("hostile").texts)
     assert "✓ check one holds" in texts
@@ -310,7 +312,8 @@ def test_no_simulator(tmp_path: Path) -> None:
 
 # -- in a browser
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
     "--hide-scrollbars", "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -335,7 +338,7 @@ class Tab:
         self.prefer(calm=calm)
         self.screen(1280)
         self.driver.get(path.as_uri())
-        WebDriverWait(self.driver, 30).until(lambda _: self.js("return document.documentElement.dataset.ready"))
+        WebDriverWait(self.driver, 60).until(lambda _: self.js("return document.documentElement.dataset.ready"))
         return self
 
     def prefer(self, *, dark: bool = False, calm: bool = True) -> None:
@@ -389,7 +392,7 @@ class Tab:
         ]
 
     def wait(self, condition: str) -> None:
-        WebDriverWait(self.driver, 20, 0.02).until(lambda _: self.js(f"return {condition}"))
+        WebDriverWait(self.driver, 60, 0.02).until(lambda _: self.js(f"return {condition}"))
 
 
 @pytest.fixture(scope="module")

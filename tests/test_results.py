@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from zerosim import lab, results
@@ -28,6 +29,14 @@ def test_what_was_saved_is_what_is_loaded(found: results.Results, tmp_path: Path
     results.save(found, path)
     assert results.load(path) == found
     assert json.loads(path.read_text())["schema"] == results.SCHEMA
+
+
+def test_a_run_that_diverged_can_be_read(found: results.Results, tmp_path: Path) -> None:
+    """A difference that is no finite number is read as what it was."""
+    worst = msgspec.structs.replace(found.differences[0], largest={"params": float("nan"), "master": float("inf")})
+    results.save(msgspec.structs.replace(found, differences=[worst]), tmp_path / "results.json")
+    largest = results.load(tmp_path / "results.json").differences[0].largest
+    assert str(largest) == "{'params': nan, 'master': inf}"
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
@@ -64,7 +73,8 @@ def _edited(edit: Any) -> Any:
     [
         (_truncated, "not a whole results file"),
         (lambda _: b"", "not a whole results file"),
-        (lambda _: b"[1, 2]", "not a whole results file"),
+        (lambda _: b"[1, 2]", "its schema is None"),
+        (lambda _: b"[" * 100_000, "not a whole results file"),
         (lambda _: b"\xff\xfe\x00", "not a whole results file"),
         (lambda _: b"{}", "its schema is None"),
         (_edited(lambda record: record.update(schema="zerosim.lab/0")), "its schema is 'zerosim.lab/0'"),
@@ -73,8 +83,8 @@ def _edited(edit: Any) -> Any:
         (_edited(lambda record: record["settings"].update(unknown=1)), "unknown"),
         (_edited(lambda record: record["sweep"][0].update(peak=1.5)), r"\$\.sweep"),
     ],
-    ids=["truncated", "empty", "a list", "not text", "no schema", "older", "a field missing", "a word for a number",
-         "a field too many", "half a byte"],
+    ids=["truncated", "empty", "a list", "too deep", "not text", "no schema", "older", "a field missing",
+         "a word for a number", "a field too many", "half a byte"],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_refused_with_the_reason(
     found: results.Results, tmp_path: Path, damage: Any, reason: str

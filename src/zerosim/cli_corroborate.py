@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -104,29 +105,31 @@ def corroborate(
     Starts the ranks itself, or is one of them where RANK and WORLD_SIZE are set:
 
     \b
-        torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
-            -m zerosim corroborate --interface eth0
+        torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST --master-port 29500 \\
+            -m zerosim corroborate --interface eth0    # on the other machine: --node-rank 1
     """
-    with errors_for_people(), _failures_for_people():
-        settings = Settings(
-            ranks=_ranks(ranks),
-            widths=[64, 128, 128, 64],
-            collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
-            precisions=list(PRECISIONS) if precision == "all" else [precision],
-            fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, int(str(options["steps"])))),
-            **options,  # type: ignore[arg-type]
-        )
-        found = _run(settings, timeout, interface, out, frameworks)
-        save(found, out / "corroborate.json")
-    if as_json:
-        click.echo(encode(found), nl=False)
-    else:
-        from zerosim import console_corroborate
+    # What was found is to be written and shown; what takes long can be interrupted all the same.
+    with _on_terminate(signal.SIG_IGN):
+        with errors_for_people(), _failures_for_people():
+            settings = Settings(
+                ranks=_ranks(ranks),
+                widths=[64, 128, 128, 64],
+                collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
+                precisions=list(PRECISIONS) if precision == "all" else [precision],
+                fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, int(str(options["steps"])))),
+                **options,  # type: ignore[arg-type]
+            )
+            found = _run(settings, timeout, interface, out, frameworks)
+            save(found, out / "corroborate.json")
+        if as_json:
+            click.echo(encode(found), nl=False)
+        else:
+            from zerosim import console_corroborate
 
-        console_corroborate.show(found, out)
-    code = _exit_code(found.ended, found.failures)
-    if frameworks and found.complete:
-        code = max(code, _beside(settings, timeout, interface, out, as_json))
+            console_corroborate.show(found, out)
+        code = _exit_code(found.ended, found.failures)
+        if frameworks and found.complete:
+            code = max(code, _beside(settings, timeout, interface, out, as_json))
     sys.exit(code)
 
 
@@ -141,7 +144,12 @@ def _beside(settings: Settings, timeout: float, interface: str | None, out: Path
     from zerosim import frameworks, frameworks_console, frameworks_records
     from zerosim.results import write_whole
 
-    with errors_for_people(), _failures_for_people(), _interruptible(), _progress(frameworks.work()) as advance:
+    with (
+        errors_for_people(),
+        _failures_for_people(),
+        _on_terminate(signal.default_int_handler),
+        _progress(frameworks.work()) as advance,
+    ):
         found = frameworks.run(settings, advance, timeout=timeout, interface=interface)
         write_whole(out / "frameworks.json", frameworks_records.encode(found))
     if not as_json:
@@ -174,7 +182,7 @@ def _run(settings: Settings, timeout: float, interface: str | None, out: Path, f
         raise ValueError("corroborate(frameworks): they are run on ranks of this machine; leave torchrun out.")
     if me is None or me.rank == 0:
         writable(out, "corroborate")
-    with _interruptible(), _progress(lead.work(settings)) as advance:
+    with _on_terminate(signal.default_int_handler), _progress(lead.work(settings)) as advance:
         if me is None:
             return lead.run(settings, advance, timeout=timeout, interface=interface)
         outcome = rendezvous.take_part(me, settings, advance, timeout, interface)
@@ -209,9 +217,9 @@ def _progress(total: int | None) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """A request to terminate is an interrupt, so that it leaves nothing behind either."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _on_terminate(handler: Any) -> Iterator[None]:
+    """Meet a request to terminate with ``handler`` for as long as the block lasts."""
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:

@@ -219,6 +219,8 @@ def _verdicts(results: Results, out: Path, console: Console) -> None:
         ("check two", "every byte and FLOP as predicted, on every rank, in every step and for every N"),
     ):
         verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"
+        if check == "check one" and not compared:
+            verdict, claim = "has nothing to compare", "no scheme has survived a step"
         console.print(f"{check} {verdict}: {claim}")
     for failure in results.failures[:SHOWN_FAILURES]:
         console.print(f"  {failure}", style="red", markup=False)

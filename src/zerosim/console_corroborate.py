@@ -82,7 +82,7 @@ def _sent(found: Corroboration, runs: Sequence[Run]) -> Table:
     return _traffic(
         found, runs, "Bytes that the busiest rank sends in a step", lambda rank: rank.sent, ("process", "sockets"),
         "P: all parameters once, times (N-1)/N. Handed: to torch, what is for others of it. Moved: what the backend "
-        "makes of it. Unexplained: the kernel's count less moved and framing, all ranks and steps.",
+        "makes of it. Rest: what the kernel counted and nothing explains, over all ranks and steps.",
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def _traffic(
     table = _table(
         title,
         3, "scheme", "collectives", "precision", "simulated", "handed", "in P", "moved", "in P", "framing", "kernel",
-        *(f"unexplained\n{SHORT[meter]}" for meter in meters),
+        *(f"rest,\n{SHORT[meter]}" for meter in meters),
         caption=caption,
     )  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}

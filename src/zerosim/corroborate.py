@@ -6,6 +6,7 @@ becomes of a run that ends early. Prints nothing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,11 +47,14 @@ def run(
     """
     validate(settings)
     advance("starting the ranks")
-    try:
-        with Nursery(interface=interface) as nursery, Group(nursery, settings.ranks) as group:
-            return on(group, jobs(group, settings, timeout), advance, timeout)
-    except KeyboardInterrupt:  # before the first run began, or again
-        return _record(settings, INTERRUPTED, {}, _NOT_READY, [], [])
+    found = None
+    with (
+        contextlib.suppress(KeyboardInterrupt),  # before the first run began, or while tidying up
+        Nursery(interface=interface) as nursery,
+        Group(nursery, settings.ranks) as group,
+    ):
+        found = on(group, jobs(group, settings, timeout), advance, timeout)
+    return found or nothing(settings)
 
 
 def on(group: Group, orders: Sequence[Job], advance: Advance, timeout: float) -> Corroboration:
@@ -95,10 +99,12 @@ def lead(hub: Hub, nursery: Nursery, settings: Settings, advance: Advance) -> Co
 
     The simulator is forked from ``nursery``.
     """
-    with Group(nursery, 1, "zerosim.simulated") as group:
+    found = None
+    with contextlib.suppress(KeyboardInterrupt), Group(nursery, 1, "zerosim.simulated") as group:
         simulator = Hub(group.lines, hub.timeout, group, who="The simulator")
         simulator.tell(Job(rank=0, world=settings.ranks, settings=settings, store="", timeout=hub.timeout))
-        return _take_through(hub, simulator, settings, advance)
+        found = _take_through(hub, simulator, settings, advance)
+    return found or nothing(settings)
 
 
 def _take_through(hub: Hub, simulator: Hub, settings: Settings, advance: Advance) -> Corroboration:
@@ -112,11 +118,8 @@ def _take_through(hub: Hub, simulator: Hub, settings: Settings, advance: Advance
         versions = _agree(hub)
         ready = _ready(hub, settings)
         for plan in agreed.plans(settings):
-            metered, comparable = (
-                settings.backend in METERED,
-                BITS not in ready.unmeasured or plan.collectives == RING,
-            )
-            evidence = Evidence(settings, plan, metered=metered, comparable=comparable)
+            comparable = plan.collectives == RING or BITS not in ready.unmeasured
+            evidence = Evidence(settings, plan, metered=settings.backend in METERED, comparable=comparable)
             for step in range(1, settings.steps + 1):
                 doing = f"{plan}: step {step} of {settings.steps}"
                 advance(doing)
@@ -143,6 +146,11 @@ def _take_through(hub: Hub, simulator: Hub, settings: Settings, advance: Advance
 
 
 _NOT_READY = Ready(order="", unmeasured={}, addresses=[])
+
+
+def nothing(settings: Settings) -> Corroboration:
+    """The record of what was interrupted before it began."""
+    return _record(settings, INTERRUPTED, {}, _NOT_READY, [], [])
 
 
 def _record(

@@ -92,7 +92,9 @@ def run(
     try:
         for special, some in groupby(rows, key=lambda row: row.family is Family.DEEPSPEED):
             if special and not importlib.util.find_spec("deepspeed"):
-                found += [_skipped(row, "deepspeed is not installed; pip install 'zerosim[deepspeed]'") for row in some]
+                for row in some:
+                    advance(row.name)
+                    found.append(_skipped(row, "deepspeed is not installed; pip install 'zerosim[deepspeed]'"))
                 continue
             with Nursery(_LOADED[special], interface) as nursery:
                 for row in some:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +15,7 @@ import msgspec
 from zerosim.bands import Array
 from zerosim.corroborate_records import Settings
 from zerosim.meter import Counters
-from zerosim.results import Failure, write_whole
+from zerosim.results import Failure
 
 SCHEMA = "zerosim.frameworks/1"
 JOB, SEEN = "job", "seen-{}"  # files beside the ranks' store: what they shall do, what each saw
@@ -202,8 +201,3 @@ class Frameworks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 def encode(found: Frameworks) -> bytes:
     """The record as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
-
-
-def save(found: Frameworks, path: Path) -> None:
-    """Write it to ``path``, whole or not at all."""
-    write_whole(path, encode(found))

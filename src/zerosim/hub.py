@@ -46,6 +46,7 @@ class Hub:
         self.lines, self.timeout, self.group = list(lines), timeout, group
         self._early = list(early) if early else [[] for _ in lines]
         self._heard = time.monotonic()
+        self._doing = ""
         self._gone: set[int] = set()
         self._troubles: dict[int, str] = {}
         self._stopped_since: float | None = None
@@ -61,7 +62,7 @@ class Hub:
 
         ``doing`` says what the ranks are at, for the message.
         """
-        self._heard = time.monotonic()
+        self._heard, self._doing = time.monotonic(), doing
         got: dict[int, M] = {}
         while True:
             for rank, early in enumerate(self._early):
@@ -80,7 +81,7 @@ class Hub:
 
     def verdict(self) -> str:
         """Who is to blame, if something is known to have gone wrong; else nothing."""
-        return str(self._failure({}, "the step at hand")) if self._failing() else ""
+        return str(self._failure({}, self._doing)) if self._failing() else ""
 
     def _failing(self) -> bool:
         ended = self.group is not None and any(not fate.alive for fate in self.group.fates.values())
@@ -158,9 +159,11 @@ class Hub:
                 text += f" {self.group.nursery.said()}"
             return RankFailure(text, culprits)
         if self._troubles and silent and self.group is None:
-            return RankFailure(f"{self._name(silent)} said nothing, in {doing}, and others gave up: {troubles}", silent)
+            return RankFailure(
+                f"{self._name(silent)} said nothing, in {doing}, and others gave up: {troubles}.", silent
+            )
         if self._troubles:  # in the order in which they were told: the first may have caused the others
-            return RankFailure(f"Errors in {doing}: {troubles}", list(self._troubles))
+            return RankFailure(f"Errors in {doing}: {troubles}.", list(self._troubles))
         waiting = self.group.board.waiting() if self.group else [False] * len(self.lines)
         busy = [rank for rank in silent if not waiting[rank]] or silent
         others = [rank for rank in silent if rank not in busy]

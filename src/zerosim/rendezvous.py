@@ -26,6 +26,7 @@ from zerosim.launch import Nursery, loopback
 from zerosim.line import Hello, Job, Line, Pulse
 
 _FIRST = 0.8  # ranks give up waiting for another before rank 0 does for all: who does not complain is to blame
+_PARTING = 5.0  # seconds that a rank has to leave its process group in good order
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -110,15 +111,19 @@ def _lead(me: Member, job: Job, store: Any, key: str, advance: Callable[[str], N
             worker.take_part(Line(theirs), job, store, me.place, Pulse())
 
     ours, theirs = socket.socketpair()
-    with _listening(me) as server, ours, theirs, Nursery("zerosim.simulated") as nursery:
+    found = None
+    with (
+        contextlib.suppress(KeyboardInterrupt),  # before it began, or while tidying up
+        _listening(me) as server, ours, theirs, Nursery("zerosim.simulated") as nursery,
+    ):  # fmt: skip
         host, port = server.getsockname()[:2]
         store.set(key, f"{host} {port}")
         thread = threading.Thread(target=rank, daemon=True)
         thread.start()
         hub = _assemble(server, Line(ours), me.world, timeout)
         found = corroborate.lead(hub, nursery, job.settings, advance)
-        thread.join(timeout)
-        return found
+        thread.join(_PARTING)
+    return found or corroborate.nothing(job.settings)
 
 
 @contextmanager

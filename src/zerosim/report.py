@@ -138,19 +138,27 @@ def _head(results: Results) -> Iterator[Tree.Element]:
         f"precision {settings.precision}, wire {settings.wire}, ZeRO-3 gathers by the {settings.gather}{card}.",
         class_="lead",
     )
-    failed = [failure.check for failure in results.failures]
-    verdicts = []
-    for check, claim in _CLAIMS.items():
-        count = failed.count(check)
-        word = f"✗ {check} fails, {_some(count, 'time')}" if count else f"✓ {check} holds"
-        verdicts.append(element("li", element("b", word), " ", claim, class_="fails" if count else "holds"))
-    yield element("ul", *verdicts, class_="verdicts")
+    yield element("ul", *(_verdict(results, check) for check in _CLAIMS), class_="verdicts")
+    failed = results.failures
     if failed:
-        shown = [element("li", str(failure)) for failure in results.failures[:SHOWN_FAILURES]]
+        shown = [element("li", str(failure)) for failure in failed[:SHOWN_FAILURES]]
         if len(failed) > SHOWN_FAILURES:
             shown.append(element("li", f"and {len(failed) - SHOWN_FAILURES:,} more, in results.json"))
         yield element("ol", *shown, id="failures", class_="failures", tabindex="0", aria_label="Failures")
     yield from summary(results)
+
+
+def _verdict(results: Results, check: str) -> Tree.Element:
+    """Whether a check holds, in words, with what it claims."""
+    claim, compared = _CLAIMS[check], len(results.differences)
+    if count := sum(failure.check == check for failure in results.failures):
+        return element("li", element("b", f"✗ {check} fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
+    word = f"✓ {check} holds"
+    if check == "check one":
+        claim = f"{claim} {_some(compared, 'comparison')}."
+        if not compared:  # what holds of nothing is no finding
+            word, claim = f"– {check} has nothing to compare", "No scheme survived its first step."
+    return element("li", element("b", word), f" {claim}", class_="holds")
 
 
 def _foot(results: Results) -> Tree.Element:

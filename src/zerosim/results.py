@@ -9,6 +9,7 @@ Bytes and FLOPs are integers, per rank; a list over ranks has one entry per rank
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -124,6 +125,7 @@ class SchemeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Check one, for a scheme after a step: elements whose bits differ over all ranks, and the largest difference.
+
 
     By band, against data parallel (data parallel itself: against its first rank).
     """
@@ -259,8 +261,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def encode(results: Results) -> bytes:
-    """The results as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"
+    """The results as indented JSON. What is no finite number, in a run that diverged, stands as NaN or Infinity."""
+    return json.dumps(msgspec.to_builtins(results), indent=1).encode() + b"\n"
 
 
 def save(results: Results, path: Path) -> None:
@@ -275,10 +277,12 @@ def load(path: Path) -> Results:
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read: {error.strerror or error}.") from error
     try:
-        header = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        found = msgspec.json.decode(header.get("schema", msgspec.Raw(b"null")), type=str | None)
+        record = json.loads(content)
+        found = record.get("schema") if isinstance(record, dict) else None
         if found != SCHEMA:
             raise ResultsError(f"{path}: its schema is {found!r}; this version reads {SCHEMA!r}. Run the lab again.")
-        return msgspec.json.decode(content, type=Results)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.convert(record, Results)
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        if isinstance(error, ResultsError):
+            raise
         raise ResultsError(f"{path}: not a whole results file: {error}. Run the lab again.") from error

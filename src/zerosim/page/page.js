@@ -687,6 +687,7 @@
   /** A chart's layout; in its margin there is room for so many rows of legend, and above them for the buttons. */
   function layout(x, y, rows, more = {}) {
     const [ink, line, ground] = ["--ink", "--line", "--ground"].map(css);
+    const family = getComputedStyle(document.body).fontFamily;
     const axis = {
       gridcolor: line,
       linecolor: line,
@@ -697,11 +698,11 @@
     };
     return {
       autosize: true,
-      font: { color: ink, size: 13, family: getComputedStyle(document.body).fontFamily },
+      font: { color: ink, size: 13, family },
       paper_bgcolor: "transparent",
       plot_bgcolor: "transparent",
       margin: { t: narrow.matches ? 10 : 40 + 20 * rows, r: 12, b: 45, l: 55 },
-      hoverlabel: { bgcolor: ground, bordercolor: line, font: { color: ink }, align: "left" },
+      hoverlabel: { bgcolor: ground, bordercolor: line, font: { color: ink, family }, align: "left" },
       modebar: { bgcolor: "transparent", color: css("--faint"), activecolor: css("--accent") },
       dragmode: narrow.matches ? false : "zoom",
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12 } },
