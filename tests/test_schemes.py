@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -439,3 +440,21 @@ def test_models_can_be_shared() -> None:
     train(first, batches(3))
     assert not np.array_equal(first.full_theta(), start)
     assert np.array_equal(bits(ZeRO1(model, 3).full_theta()), bits(start))
+
+
+@pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
+def test_flat_gradients_are_the_averaged_ones(stage: Stage) -> None:
+    """Put together from the ranks, every stage's gradients are data parallel's, also where a rank keeps its own too."""
+    flat = []
+    for each in (DP, stage):
+        scheme = each(MLP(WIDTHS), 3)
+        train(scheme, batches(3))
+        flat.append(scheme.flat(Band.GRADS))
+    assert flat[0].tobytes() == flat[1].tobytes()
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "sgd"}, {"optimizer": 0.1}], ids=str)
+def test_what_is_no_optimizer_is_refused(options: dict[str, Any]) -> None:
+    """An optimizer of another type is refused, by name, before anything is built."""
+    with pytest.raises(TypeError, match=r"Scheme\(optimizer\).*Adam"):
+        ZeRO1(MLP((5, 3)), 2, **options)

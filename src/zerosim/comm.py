@@ -20,15 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
 from zerosim.casts import convert
-from zerosim.measure import Ledger
+from zerosim.measure import Counts, Ledger, Traffic
 
 _REGISTER = 65_536  # elements, of all ranks here together, that are cast before they are added
 
@@ -206,31 +206,30 @@ class Comm:
     def _flight(
         self, buffer: Array, size: int, collective: str, band: str, unit: str
     ) -> Iterator[tuple[Array, Array, Hop]]:
-        """The two blocks of a collective, held while it runs, and its hop: the only place where bytes are counted."""
+        """The two blocks of a collective, held while it runs, and its hop."""
         if not buffer.flags.c_contiguous:
             raise ValueError(
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
                 f"got strides {buffer.strides} for shape {buffer.shape}. Pass what hold returned, not a view of it."
             )
-        rows, chunk = len(self.ring.ids), buffer.shape[1] // self.ring.size
+        chunk = buffer.shape[1] // self.ring.size
         padding = self._padding(buffer.shape[1], size)
-        first = self.ring.ids[0]
         self.blocks.unit = unit
         with self.ledger.sending(collective, band, unit) as traffic:
             block, spare = self.blocks.hold(chunk), self.blocks.hold(chunk)
-
-            def hop(block: Array, spare: Array, offset: int) -> Array:
-                """Each rank r hands on ``block``, which is of chunk r + offset, and gets the one above's."""
-                arrived = self.ring.shift(block, spare)
-                sent = None if padding is None else padding[first + offset : first + offset + rows]
-                traffic.hop(block.nbytes // rows, arrived.nbytes // rows, sent)
-                return arrived
-
             try:
-                yield block, spare, hop
+                yield block, spare, partial(self._hop, traffic, padding)
             finally:
                 self.blocks.free(block)
                 self.blocks.free(spare)
+
+    def _hop(self, traffic: Traffic, padding: Counts | None, block: Array, spare: Array, offset: int) -> Array:
+        """Each rank r hands on ``block``, which is of chunk r + offset, and gets the one above's. Counted here."""
+        arrived = self.ring.shift(block, spare)
+        first, rows = self.ring.ids[0], len(self.ring.ids)
+        sent = None if padding is None else padding[first + offset : first + offset + rows]
+        traffic.hop(block.nbytes // rows, arrived.nbytes // rows, sent)
+        return arrived
 
     def _summands(self, buffer: Array) -> Iterator[Pieces]:
         """Each rank's chunks r+1, r+2, ..., r+N, in the wire's dtype, in the order in which they are added.
@@ -254,7 +253,7 @@ class Comm:
             convert(stored[: len(some)], cast[: len(some)])
             yield from ([(slice(None), mine)] for mine in cast[: len(some)])
 
-    def _padding(self, padded: int, size: int) -> npt.NDArray[np.int64] | None:
+    def _padding(self, padded: int, size: int) -> Counts | None:
         """Bytes of padding in chunk c on the wire, c = 0 .. 2N-1 modulo N, or None where there is none."""
         if size == padded:
             return None

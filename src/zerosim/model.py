@@ -205,14 +205,16 @@ class MLP(Chain):
     """
 
     def __init__(self, widths: Sequence[int] = (64, 128, 128, 64), seed: int = 0) -> None:
-        if len(widths) < 2 or any(not isinstance(width, int) or width < 1 for width in widths):
+        if len(widths) < 2 or any(
+            isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1 for width in widths
+        ):
             raise ValueError(f"MLP(widths): needs two or more positive integers, input width first; got {widths!r}.")
-        self.widths, self.seed = tuple(widths), seed
+        self.widths, self.seed = tuple(map(int, widths)), seed
         last = len(widths) - 2
         super().__init__(
             [
                 Linear(fan_in, fan_out, relu=index < last, name=f"layer {index + 1}")
-                for index, (fan_in, fan_out) in enumerate(pairwise(widths))
+                for index, (fan_in, fan_out) in enumerate(pairwise(self.widths))
             ],
             name="model",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,13 @@ class Adam:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"Adam(lr): the learning rate must be positive; got {self.lr!r}.")
-        if not all(0 <= beta < 1 for beta in self.betas) or len(self.betas) != 2:
-            raise ValueError(f"Adam(betas): two numbers in [0, 1) are needed; got {self.betas!r}.")
-        if not self.eps > 0:
-            raise ValueError(f"Adam(eps): must be positive; got {self.eps!r}.")
+        for name in ("lr", "eps"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 < value < inf):
+                raise ValueError(f"Adam({name}): a positive, finite number is needed; got {value!r}.")
+        betas = self.betas if isinstance(self.betas, tuple) else ()
+        if len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Adam(betas): a pair of numbers in [0, 1) is needed; got {self.betas!r}.")
 
     def update(
         self,

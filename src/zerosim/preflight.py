@@ -7,6 +7,7 @@ value received, and what to do. Must not know schemes, ledgers or rings.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,15 @@ GATHERS = BUCKETS = ("layer", "model")
 
 def one_of(call: str, option: str, value: object, known: Collection[str]) -> None:
     """Refuse a value that is not among ``known``, naming them."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{call}({option}): {option} is one of {', '.join(known)}; got {value!r}.")
+
+
+def instance_of(call: str, option: str, value: object, kind: type | UnionType) -> None:
+    """Refuse a value of another type."""
+    if not isinstance(value, kind):
+        name = getattr(kind, "__name__", str(kind))
+        raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.")
 
 
 def positive_int(call: str, option: str, value: object) -> None:
@@ -59,7 +67,8 @@ def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int,
         raise ValueError(f"step(batch): needs one (x, y) pair per rank, {ranks} in all; got {got}.")
     for rank, pair in enumerate(batch):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ValueError(f"step(batch): rank {rank} needs a pair (x, y); got {type(pair).__name__}.")
+            got = type(pair).__name__ + (f" of {len(pair)}" if isinstance(pair, (tuple, list)) else "")
+            raise ValueError(f"step(batch): rank {rank} needs a pair (x, y); got {got}.")
     rows = next(iter(getattr(batch[0][0], "shape", ())), 0)
     stacked = []
     for index, (what, width) in enumerate((("x", width_in), ("y", width_out))):

@@ -120,6 +120,8 @@ class Scheme:
         collectives: type[Comm] = Comm,
     ) -> None:
         preflight.check_options(ranks, precision=precision, wire=wire, gather=gather, bucket=bucket, capacity=capacity)
+        preflight.instance_of("Scheme", "model", model, MLP)
+        preflight.instance_of("Scheme", "optimizer", optimizer, Adam | None)
         ranks = int(ranks)  # NumPy's integers overflow
         self.stage, self.name, self.model = stage, stage.name, model
         self.precision, self.gather = PRECISIONS[precision], gather
@@ -288,6 +290,8 @@ class Scheme:
         parts = []
         for bucket in self.buckets:
             state = bucket.states[band]
+            if band is Band.GRADS and self.shard.optimizer and not self.shard.grads:
+                state = self.comm.own(state)  # elsewhere in its full gradients a rank has its own, not the average
             if state.shape[1] == bucket.padded:
                 whole = state[0]
             elif len(self.ring.ids) == self.ring.size:
