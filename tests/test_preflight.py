@@ -45,6 +45,8 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"ranks": True}, TypeError, ["(ranks)", "positive integer", "got True.", "Pass 1 or more"]),
     ({"ranks": "4"}, TypeError, ["(ranks)", "positive integer", "got '4'.", "Pass 1 or more"]),
     ({"ranks": None}, TypeError, ["(ranks)", "positive integer", "got None.", "Pass 1 or more"]),
+    ({"optimizer": "sgd"}, TypeError, ["(optimizer)", "of type", "Adam", "got 'sgd'."]),
+    ({"precision": ["mixed"]}, ValueError, ["(precision)", "is one of", "got ['mixed']."]),
     ({"precision": "fp8"}, ValueError, ["(precision)", "is one of", "mixed, bf16, fp32", "got 'fp8'"]),
     ({"precision": None}, ValueError, ["(precision)", "is one of", "mixed, bf16, fp32", "got None"]),
     ({"wire": "int8"}, ValueError, ["(wire)", "is one of", "fp32, fp16, bf16", "got 'int8'"]),

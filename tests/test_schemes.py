@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -451,10 +450,3 @@ def test_flat_gradients_are_the_averaged_ones(stage: Stage) -> None:
         train(scheme, batches(3))
         flat.append(scheme.flat(Band.GRADS))
     assert flat[0].tobytes() == flat[1].tobytes()
-
-
-@pytest.mark.parametrize("options", [{"optimizer": "sgd"}, {"optimizer": 0.1}], ids=str)
-def test_what_is_no_optimizer_is_refused(options: dict[str, Any]) -> None:
-    """An optimizer of another type is refused, by name, before anything is built."""
-    with pytest.raises(TypeError, match=r"Scheme\(optimizer\).*Adam"):
-        ZeRO1(MLP((5, 3)), 2, **options)
