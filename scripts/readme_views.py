@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from zerosim import theory
 from zerosim.bands import WIRES, Band
-from zerosim.corroborate_records import Corroboration, Run
+from zerosim.corroboration.meter import HEADER
+from zerosim.corroboration.records import Corroboration, Run
 from zerosim.measure import EventKind
-from zerosim.meter import HEADER
 from zerosim.results import Death, Results, SchemeRecord, StepRecord, SweepRow
 
 FRAME = 3 * HEADER  # bytes that gloo adds to a message

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from zerosim import corroborate_records, results
-from zerosim.corroborate_records import Corroboration
+from zerosim import results
+from zerosim.corroboration import records as corroborate_records
+from zerosim.corroboration.records import Corroboration
 from zerosim.results import Results, ResultsError, write_whole
 
 FOLDER = Path(__file__).parents[1] / "recorded"

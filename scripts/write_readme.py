@@ -26,7 +26,7 @@ import record
 from readme_views import FRAME, Lab, Real
 from zerosim import plots
 from zerosim.bands import FP16
-from zerosim.corroborate_records import Corroboration
+from zerosim.corroboration.records import Corroboration
 from zerosim.preflight import size
 from zerosim.results import Death, Results, write_whole
 

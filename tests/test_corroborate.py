@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from zerosim import agreed, corroborate, corroborate_records
 from zerosim.bands import PRECISIONS, Band
-from zerosim.corroborate_records import COLLECTIVES, EXTRA_HOP, Corroboration, Fault, Flow, RankRecord, Run, Settings
-from zerosim.launch import Group, Nursery
-from zerosim.meter import HEADER
+from zerosim.corroboration import agreed
+from zerosim.corroboration import lead as corroborate
+from zerosim.corroboration import records as corroborate_records
+from zerosim.corroboration.launch import Group, Nursery
+from zerosim.corroboration.meter import HEADER
+from zerosim.corroboration.records import COLLECTIVES, EXTRA_HOP, Corroboration, Fault, Flow, RankRecord, Run, Settings
 from zerosim.results import ResultsError
 from zerosim.schemes import SCHEMES
 

@@ -15,14 +15,16 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from zerosim import cli_corroborate, corroborate, corroborate_records
-from zerosim.launch import Nursery
+from zerosim.corroboration import cli as cli_corroborate
+from zerosim.corroboration import lead as corroborate
+from zerosim.corroboration import records as corroborate_records
+from zerosim.corroboration.launch import Nursery
 
 torch_needed = pytest.mark.skipif(
     find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
 )
 
-COMMAND = "from zerosim.cli_corroborate import corroborate; corroborate()"
+COMMAND = "from zerosim.corroboration.cli import corroborate; corroborate()"
 SLACK = 20.0  # seconds for a machine with other things to do
 
 

@@ -1,7 +1,6 @@
 """Ranks that die, stop, disagree or never come: who is named, how soon, and what is left behind."""
 
 import contextlib
-import importlib.resources
 import os
 import shutil
 import signal
@@ -20,11 +19,12 @@ import psutil
 import pytest
 
 import zerosim
-from zerosim import agreed, corroborate, rendezvous
-from zerosim.corroborate_records import Corroboration, Fault, Settings
-from zerosim.hub import Hub, RankFailure
-from zerosim.launch import Group, Nursery, NurseryError, loopback
-from zerosim.line import Arrived, Bye, Hello, Job, Line, Trouble
+from zerosim.corroboration import agreed, rendezvous
+from zerosim.corroboration import lead as corroborate
+from zerosim.corroboration.hub import Hub, RankFailure
+from zerosim.corroboration.launch import Group, Nursery, NurseryError, loopback
+from zerosim.corroboration.line import Arrived, Bye, Hello, Job, Line, Trouble
+from zerosim.corroboration.records import Corroboration, Fault, Settings
 
 torch_needed = pytest.mark.skipif(
     find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
@@ -149,7 +149,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """A command that is killed outright cannot tidy up; its ranks end, even a stopped one, and their folder goes."""
     code = (
         "import sys, signal\n"
-        "from zerosim.launch import Group, Nursery\n"
+        "from zerosim.corroboration.launch import Group, Nursery\n"
         "group = Group(Nursery(), 2)\n"
         "print(group.nursery.pid, *group.pids, group.scratch, flush=True)\n"
         "signal.pause()\n"
@@ -211,11 +211,11 @@ def test_the_version_of_the_code_is_that_of_its_sources(monkeypatch: pytest.Monk
     here = agreed.code_version()
     copy = tmp_path / "copy"
     shutil.copytree(Path(zerosim.__file__).parent, copy)
-    monkeypatch.setattr(importlib.resources, "files", lambda package: copy)
+    monkeypatch.setattr(agreed, "SOURCES", copy)
     assert agreed.code_version() == here
     (copy / "note.txt").touch()
     assert agreed.code_version() == here
-    (copy / "new.py").touch()
+    (copy / "corroboration" / "new.py").touch()
     changed = agreed.code_version()
     with (copy / "data.py").open("a") as file:
         file.write("\n")

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from zerosim import frameworks, frameworks_console, frameworks_ring
 from zerosim.bands import Array
-from zerosim.corroborate_records import Settings
-from zerosim.frameworks_judge import Judge
-from zerosim.frameworks_log import MARK, Log
-from zerosim.frameworks_records import (
+from zerosim.corroboration.meter import HEADER
+from zerosim.corroboration.records import Settings
+from zerosim.frameworks import beside as frameworks
+from zerosim.frameworks import console as frameworks_console
+from zerosim.frameworks import ring as frameworks_ring
+from zerosim.frameworks.judge import Judge
+from zerosim.frameworks.log import MARK, Log
+from zerosim.frameworks.records import (
     ALL_GATHER,
     ALL_REDUCE,
     BEFORE,
@@ -34,7 +37,6 @@ from zerosim.frameworks_records import (
     Row,
     Seen,
 )
-from zerosim.meter import HEADER
 
 WIDE, PRIME = [64, 128, 128, 64], [7, 11, 13, 5]
 P = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64

@@ -53,10 +53,10 @@ def test_a_heavy_import_is_detected(heavy: str, tmp_path: Path) -> None:
 
 def imports(source: Path) -> dict[str, set[str]]:
     """For each module of a package, the modules of the package that it imports, wherever in the file it does."""
-    names = {path.stem for path in source.glob("*.py")}
+    files = {".".join(path.relative_to(source).with_suffix("").parts): path for path in source.rglob("*.py")}
     return {
-        path.stem: {name for name in _imported(ast.parse(path.read_text()), source.name) if name in names}
-        for path in source.glob("*.py")
+        module: {name for name in _imported(ast.parse(path.read_text()), source.name) if name in files}
+        for module, path in files.items()
     }
 
 
@@ -67,13 +67,13 @@ def _imported(tree: ast.AST, package: str) -> Iterator[str]:
             dotted = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             origin = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module or ""
-            dotted = [origin] if "." in origin else [f"{origin}.{alias.name}" for alias in node.names]
+            dotted = [origin] * ("." in origin) + [f"{origin}.{alias.name}" for alias in node.names]
         else:
             continue
         for name in dotted:
-            parts = name.split(".")
-            if parts[0] == package:
-                yield parts[1] if len(parts) > 1 else "__init__"
+            first, _, rest = name.partition(".")
+            if first == package:
+                yield rest or "__init__"
 
 
 def reach(module: str, graph: Mapping[str, set[str]]) -> set[str]:
@@ -152,3 +152,15 @@ def test_a_circle_is_seen() -> None:
     """A circle of three is found from each of its modules, and not from one that only leads into it."""
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "outside": {"a"}}
     assert [name for name in graph if name in reach(name, graph)] == ["a", "b", "c"]
+
+
+def test_torch_is_known_to_few() -> None:
+    """Only the world over torch.distributed and the rooms that run other frameworks import torch anywhere."""
+    knowing = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "torch" for name in names):
+                knowing.add(path.relative_to(SOURCE).as_posix())
+    assert knowing == {"torch_ring.py", "frameworks/rank.py", "frameworks/training.py"}

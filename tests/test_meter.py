@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zerosim import meter
-from zerosim.line import Arrived, Line
-from zerosim.meter import HEADER, MAX_SEGMENT, Counters, Kernel, Moved, Op
+from zerosim.corroboration import meter
+from zerosim.corroboration.line import Arrived, Line
+from zerosim.corroboration.meter import HEADER, MAX_SEGMENT, Counters, Kernel, Moved, Op
 
 counted = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this platform has no /proc/self/io")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zerosim.bands import Band
 from zerosim.comm import Comm, LocalRing
+from zerosim.corroboration.meter import MAX_SEGMENT, segments
 from zerosim.measure import Ledger
-from zerosim.meter import MAX_SEGMENT, segments
 from zerosim.model import MLP
 from zerosim.native import LocalCollectives, Native, aligned
 from zerosim.ranks import Ranks, Workspace

@@ -21,7 +21,8 @@ from PIL import Image
 import record
 import write_readme
 from readme_views import Real
-from zerosim import agreed, cli, lab, plots
+from zerosim import cli, lab, plots
+from zerosim.corroboration import agreed
 from zerosim.native import LocalCollectives
 from zerosim.results import Results
 

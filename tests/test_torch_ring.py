@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerosim import meter
 from zerosim.bands import Band
 from zerosim.comm import Comm, LocalRing, Ring
-from zerosim.corroborate_records import Settings
-from zerosim.hub import Hub
-from zerosim.launch import Group, Nursery
-from zerosim.line import Arrived, Board, Bye, Go, Job, Line
+from zerosim.corroboration import meter
+from zerosim.corroboration.hub import Hub
+from zerosim.corroboration.launch import Group, Nursery
+from zerosim.corroboration.line import Arrived, Board, Bye, Go, Job, Line
+from zerosim.corroboration.records import Settings
 from zerosim.measure import Ledger
 from zerosim.native import LocalCollectives, Native
 from zerosim.ranks import Ranks, Workspace

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from zerosim.bands import PRECISIONS, WIRES
-from zerosim.cli_corroborate import corroborate
+from zerosim.corroboration.cli import corroborate
 from zerosim.data import DATA
 from zerosim.preflight import GATHERS
 from zerosim.refusals import errors_for_people, writable

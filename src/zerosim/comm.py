@@ -62,7 +62,7 @@ class Ring(Protocol):
 
     @property
     def ids(self) -> Sequence[int]:
-        """The ranks that live in this process."""
+        """The ranks that live in this process, consecutive."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
@@ -216,12 +216,15 @@ class Comm:
         padding = self._padding(buffer.shape[1], size)
         self.blocks.unit = unit
         with self.ledger.sending(collective, band, unit) as traffic:
-            block, spare = self.blocks.hold(chunk), self.blocks.hold(chunk)
+            block = self.blocks.hold(chunk)
             try:
-                yield block, spare, partial(self._hop, traffic, padding)
+                spare = self.blocks.hold(chunk)
+                try:
+                    yield block, spare, partial(self._hop, traffic, padding)
+                finally:
+                    self.blocks.free(spare)
             finally:
                 self.blocks.free(block)
-                self.blocks.free(spare)
 
     def _hop(self, traffic: Traffic, padding: Counts | None, block: Array, spare: Array, offset: int) -> Array:
         """Each rank r hands on ``block``, which is of chunk r + offset, and gets the one above's. Counted here."""

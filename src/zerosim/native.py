@@ -22,8 +22,8 @@ from jaxtyping import Shaped
 from zerosim.bands import FP32, Array, DType
 from zerosim.casts import convert
 from zerosim.comm import Blocks, Comm, LocalRing, Ring
+from zerosim.corroboration.meter import segments
 from zerosim.measure import Ledger, Traffic
-from zerosim.meter import segments
 
 
 @runtime_checkable

@@ -77,7 +77,8 @@ class Ranks:
             if self.ledger.total + asked > self.capacity:
                 raise OutOfMemory(self.ids[0], band, unit, asked, self.capacity, self.ledger)
         spare = self._spare.get((shape, dtype))
-        array = spare.pop() if spare else self._empty((len(self.ids), *shape), dtype)
+        # A view, so that each hold is an array of its own, and to free one twice is to be told.
+        array = (spare.pop() if spare else self._empty((len(self.ids), *shape), dtype)).view()
         self._live[id(array)] = _Allocation(array, band, unit)
         self.ledger.hold(band, array.nbytes // len(self.ids), unit)
         return array

@@ -17,7 +17,8 @@ working copy takes b bytes per parameter, a block on the wire w. Then, per rank,
       b L + 2 w C        gradients not yet reduced, ZeRO-2; or a layer being gathered, ZeRO-3
       b L + b L          a gathered layer and its gradients, in ZeRO-3's backward
 
-  where gather="model" replaces a gathered layer's b L by the whole model's.
+  where gather="model" makes it the whole model's b L and, while a layer is reduced, the layer's
+  b L + 2 w C on top.
 
 With activations the instants within a layer differ too; ``moments`` lists all that can be
 the highest, in the order of the schedule, so that the first of equals is the peak.
@@ -211,10 +212,6 @@ def moments(job: Job) -> Iterator[Bytes]:
                 yield moment(gathered(index), unreduced[index])
             alive.free(fan_out)  # the gradient of its output
         yield moment(sum(wholes) if at_once else 0, unreduced[index], rings[index])
-    alive.free(job.buckets[0][0][0])
-    if job.stage in (1, 2):
-        for ring in rings:
-            yield moment(ring=ring)
 
 
 class _Activations:

@@ -21,8 +21,8 @@ import torch.distributed
 from jaxtyping import Shaped
 
 from zerosim.bands import Array, DType
-from zerosim.corroborate_records import BACKENDS
-from zerosim.meter import Op
+from zerosim.corroboration.meter import Op
+from zerosim.corroboration.records import BACKENDS
 
 dist: Any = torch.distributed
 

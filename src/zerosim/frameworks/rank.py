@@ -2,7 +2,7 @@
 
 Owns what is read of it: tensors, the profiler's log, the kernel's counters. Must not know what is
 expected. What is held is walked: the storages of the real tensors, each once, DTensors by their
-local part. What else is allocated, and when, ``frameworks_log`` reads from the profiler, which
+local part. What else is allocated, and when, ``log`` reads from the profiler, which
 starts before the model is built. The batch is NumPy's memory and no allocation of torch's.
 """
 
@@ -22,13 +22,14 @@ import torch
 import torch.autograd.profiler as autograd
 from torch.distributed.tensor import DTensor
 
-from zerosim import meter, torch_ring
+from zerosim import torch_ring
 from zerosim.bands import BF16, Array
+from zerosim.corroboration import meter
+from zerosim.corroboration.line import Arrived, Board, Job, Line, Trouble
 from zerosim.data import batches
-from zerosim.frameworks_log import MARK, STEP, UPDATE, Log, Storages
-from zerosim.frameworks_records import HAVE_EVIDENCE, JOB, SEEN, SETTLED, STATE, Evidence, Family, Seen, Task
-from zerosim.frameworks_training import BUILD, Tensor, Training, loss_of, network, tensors
-from zerosim.line import Arrived, Board, Job, Line, Trouble
+from zerosim.frameworks.log import MARK, STEP, UPDATE, Log, Storages
+from zerosim.frameworks.records import HAVE_EVIDENCE, JOB, SEEN, SETTLED, STATE, Evidence, Family, Seen, Task
+from zerosim.frameworks.training import BUILD, Tensor, Training, loss_of, network, tensors
 
 EVIDENCE_STEPS = 3  # the first, in which DDP's buckets are in another order, and two more
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
-from zerosim.launch import Group
-from zerosim.line import Bye, Line, Message, Trouble
+from zerosim.corroboration.launch import Group
+from zerosim.corroboration.line import Bye, Line, Message, Trouble
 
 M = TypeVar("M", bound=Message)
 _SETTLE = 2.0  # seconds in which the cause of a failure may still show after its first consequence

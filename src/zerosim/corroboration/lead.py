@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 
-from zerosim import agreed, preflight
+from zerosim import preflight
 from zerosim.bands import PRECISIONS
-from zerosim.corroborate_records import RING, SCHEMA, Corroboration, Run, Settings
-from zerosim.evidence import BITS, PROCESS, SOCKETS, Evidence
-from zerosim.hub import Hub, RankFailure
-from zerosim.launch import Group, Nursery, NurseryError
-from zerosim.line import Arrived, Go, Hello, Job, Ready, Simulated, Stepped
+from zerosim.corroboration import agreed
+from zerosim.corroboration.evidence import BITS, PROCESS, SOCKETS, Evidence
+from zerosim.corroboration.hub import Hub, RankFailure
+from zerosim.corroboration.launch import Group, Nursery, NurseryError
+from zerosim.corroboration.line import Arrived, Go, Hello, Job, Ready, Simulated, Stepped
+from zerosim.corroboration.records import RING, SCHEMA, Corroboration, Run, Settings
 from zerosim.results import Failure
 
 Advance = Callable[[str], None]
@@ -100,7 +101,7 @@ def lead(hub: Hub, nursery: Nursery, settings: Settings, advance: Advance) -> Co
     The simulator is forked from ``nursery``.
     """
     found = None
-    with contextlib.suppress(KeyboardInterrupt), Group(nursery, 1, "zerosim.simulated") as group:
+    with contextlib.suppress(KeyboardInterrupt), Group(nursery, 1, "zerosim.corroboration.simulated") as group:
         simulator = Hub(group.lines, hub.timeout, group, who="The simulator")
         simulator.tell(Job(rank=0, world=settings.ranks, settings=settings, store="", timeout=hub.timeout))
         found = _take_through(hub, simulator, settings, advance)

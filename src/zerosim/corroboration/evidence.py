@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from zerosim import agreed, checks, meter
+from zerosim import checks
 from zerosim.bands import FP32, PRECISIONS, Array, Band
-from zerosim.corroborate_records import Flow, RankRecord, Run, Settings, StepTime
-from zerosim.line import Simulated, Stepped
+from zerosim.corroboration import agreed, meter
+from zerosim.corroboration.line import Simulated, Stepped
+from zerosim.corroboration.meter import Op
+from zerosim.corroboration.records import Flow, RankRecord, Run, Settings, StepTime
 from zerosim.measure import Phase
-from zerosim.meter import Op
 from zerosim.results import Failure
 
 BITS, LOSSES, BYTES, MEMORY = "bits", "losses", "bytes", "memory"

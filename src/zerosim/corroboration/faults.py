@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from zerosim.bands import Band
-from zerosim.corroborate_records import EXTRA_HOP, Fault
+from zerosim.corroboration.records import EXTRA_HOP, Fault
 from zerosim.schemes import Scheme
 from zerosim.torch_ring import Watch, dist, tensor_of
 

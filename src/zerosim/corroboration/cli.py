@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from zerosim.bands import PRECISIONS
-from zerosim.corroborate_records import BACKENDS, COLLECTIVES, FAULTS, Corroboration, Fault, Settings, encode, save
+from zerosim.corroboration.records import BACKENDS, COLLECTIVES, FAULTS, Corroboration, Fault, Settings, encode, save
 from zerosim.refusals import errors_for_people, writable
 
 RANKS = 4
@@ -124,7 +124,7 @@ def corroborate(
         if as_json:
             click.echo(encode(found), nl=False)
         else:
-            from zerosim import console_corroborate
+            from zerosim.corroboration import console as console_corroborate
 
             console_corroborate.show(found, out)
         code = _exit_code(found.ended, found.failures)
@@ -134,32 +134,32 @@ def corroborate(
 
 
 def _exit_code(ended: str, failures: Sequence[object]) -> int:
-    from zerosim import corroborate as lead
+    from zerosim.corroboration import lead
 
     return INTERRUPTED if ended == lead.INTERRUPTED else 1 if ended or failures else 0
 
 
 def _beside(settings: Settings, timeout: float, interface: str | None, out: Path, as_json: bool) -> int:
     """Run the frameworks, show and write what was found; the exit code that it asks for."""
-    from zerosim import frameworks, frameworks_console, frameworks_records
+    from zerosim.frameworks import beside, console, records
     from zerosim.results import write_whole
 
     with (
         errors_for_people(),
         _failures_for_people(),
         _on_terminate(signal.default_int_handler),
-        _progress(frameworks.work()) as advance,
+        _progress(beside.work()) as advance,
     ):
-        found = frameworks.run(settings, advance, timeout=timeout, interface=interface)
-        write_whole(out / "frameworks.json", frameworks_records.encode(found))
+        found = beside.run(settings, advance, timeout=timeout, interface=interface)
+        write_whole(out / "frameworks.json", records.encode(found))
     if not as_json:
-        frameworks_console.show(found)
+        console.show(found)
     return _exit_code(found.ended, found.failures)
 
 
 def _ranks(asked: int | None) -> int:
     """How many ranks there are: as many as were started, or as were asked for."""
-    from zerosim import rendezvous
+    from zerosim.corroboration import rendezvous
 
     me = rendezvous.member()
     if me is None:
@@ -174,8 +174,7 @@ def _ranks(asked: int | None) -> int:
 
 def _run(settings: Settings, timeout: float, interface: str | None, out: Path, frameworks: bool) -> Corroboration:
     """All of it, with a progress bar on standard error. A rank that does not lead ends here, with its exit code."""
-    from zerosim import corroborate as lead
-    from zerosim import rendezvous
+    from zerosim.corroboration import lead, rendezvous
 
     me = rendezvous.member()
     if me is not None and frameworks:
@@ -229,8 +228,8 @@ def _on_terminate(handler: Any) -> Iterator[None]:
 @contextmanager
 def _failures_for_people() -> Iterator[None]:
     """Ranks that failed before anything was found become one line and exit code 1."""
-    from zerosim.hub import RankFailure
-    from zerosim.launch import NurseryError
+    from zerosim.corroboration.hub import RankFailure
+    from zerosim.corroboration.launch import NurseryError
 
     try:
         yield

@@ -14,11 +14,13 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from zerosim import agreed, checks, theory
-from zerosim import frameworks_ring as ring
+from zerosim import checks, theory
 from zerosim.bands import WIRES, Array
-from zerosim.corroborate_records import Settings
-from zerosim.frameworks_records import (
+from zerosim.corroboration import agreed
+from zerosim.corroboration.meter import Moved, total
+from zerosim.corroboration.records import Settings
+from zerosim.frameworks import ring
+from zerosim.frameworks.records import (
     BEFORE,
     BYTES,
     ELSEWHERE,
@@ -36,7 +38,6 @@ from zerosim.frameworks_records import (
     Row,
     Seen,
 )
-from zerosim.meter import Moved, total
 from zerosim.results import Failure
 from zerosim.schemes import DP, SCHEMES, Stage
 

@@ -1,6 +1,6 @@
 """The well-known frameworks beside the simulator: DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed.
 
-Owns which are run, and starts them. ``frameworks_rank`` is what the ranks do, ``frameworks_judge``
+Owns which are run, and starts them. ``rank`` is what the ranks do, ``judge``
 holds what they saw to the simulator. Must not know torch.
 
 Checked, so that the exit code depends on it: DDP's and FSDP2's gradients are the simulator's
@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from zerosim import agreed
-from zerosim.corroborate import INTERRUPTED, jobs, validate
-from zerosim.corroborate_records import Settings
-from zerosim.frameworks_judge import Judge
-from zerosim.frameworks_records import JOB, SCHEMA, SEEN, Family, Framework, Frameworks, Row, Seen, Task
-from zerosim.hub import Hub, RankFailure
-from zerosim.launch import Group, Nursery, NurseryError
-from zerosim.line import Arrived, Go
+from zerosim.corroboration import agreed
+from zerosim.corroboration.hub import Hub, RankFailure
+from zerosim.corroboration.launch import Group, Nursery, NurseryError
+from zerosim.corroboration.lead import INTERRUPTED, jobs, validate
+from zerosim.corroboration.line import Arrived, Go
+from zerosim.corroboration.records import Settings
+from zerosim.frameworks.judge import Judge
+from zerosim.frameworks.records import JOB, SCHEMA, SEEN, Family, Framework, Frameworks, Row, Seen, Task
 from zerosim.results import Failure
 
 Advance = Callable[[str], None]
 LEAST_STEPS = 8  # the first two differ, of the last not all is known, and of five one sees all that there is
-_LOADED = {True: "deepspeed", False: "zerosim.frameworks_rank"}  # before ranks are forked, by whether it is DeepSpeed's
+_LOADED = {True: "deepspeed", False: "zerosim.frameworks.rank"}  # before ranks are forked, by whether it is DeepSpeed's
 _SLOW = 4  # how much more patience DeepSpeed needs
 # DeepSpeed gathers a small model once and keeps it, and its bucket has room for 5e8 gradients. Not so with these.
 _NOTHING_KEPT = {
@@ -129,7 +129,7 @@ def _watched(nursery: Nursery, row: Row, settings: Settings, steps: int, timeout
         row=row, ranks=settings.ranks, steps=steps, batch=settings.batch, seed=settings.seed,
         model_seed=settings.model_seed, widths=settings.widths,
     )  # fmt: skip
-    with Group(nursery, settings.ranks, "zerosim.frameworks_rank") as group:
+    with Group(nursery, settings.ranks, "zerosim.frameworks.rank") as group:
         folder = Path(group.scratch)
         (folder / JOB).write_bytes(pickle.dumps(task))
         for order, line in zip(jobs(group, settings, timeout), group.lines, strict=True):

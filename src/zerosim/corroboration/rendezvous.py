@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from zerosim import corroborate
-from zerosim.corroborate_records import Corroboration, Settings
-from zerosim.hub import Hub, RankFailure
-from zerosim.launch import Nursery, loopback
-from zerosim.line import Hello, Job, Line, Pulse
+from zerosim.corroboration import lead
+from zerosim.corroboration.hub import Hub, RankFailure
+from zerosim.corroboration.launch import Nursery, loopback
+from zerosim.corroboration.line import Hello, Job, Line, Pulse
+from zerosim.corroboration.records import Corroboration, Settings
 
 _FIRST = 0.8  # ranks give up waiting for another before rank 0 does for all: who does not complain is to blame
 _PARTING = 5.0  # seconds that a rank has to leave its process group in good order
@@ -76,11 +76,12 @@ def take_part(
 ) -> Corroboration | int:
     """Do this process's part: rank 0 leads and returns what was found, the others return their exit code.
 
-    Raises as ``corroborate.run``; RankFailure also where a rank other than 0 cannot go on.
+    Raises as ``lead.run``; RankFailure also where a rank other than 0 cannot go on.
     """
-    from zerosim import torch_ring, worker
+    from zerosim import torch_ring
+    from zerosim.corroboration import worker
 
-    corroborate.validate(settings)
+    lead.validate(settings)
     if interface or me.at_home:
         os.environ["GLOO_SOCKET_IFNAME"] = interface or loopback()
     store = torch_ring.tcp_store(me.address, me.port, me.hosts_store, timeout)
@@ -95,7 +96,7 @@ def take_part(
             line.receive()
         return code
     except worker.Dismissed as home:
-        raise corroborate.Disagreement(str(home)) from home
+        raise lead.Disagreement(str(home)) from home
     except EOFError as error:
         raise RankFailure(f"Rank 0, which leads, closed its connection to rank {me.rank}.", [0]) from error
     except Exception as error:  # which rank 0 has been told
@@ -104,7 +105,7 @@ def take_part(
 
 def _lead(me: Member, job: Job, store: Any, key: str, advance: Callable[[str], None], timeout: float) -> Corroboration:
     """Rank 0: one thread is the rank, this one holds all of them to the simulator."""
-    from zerosim import worker
+    from zerosim.corroboration import worker
 
     def rank() -> None:
         with contextlib.suppress(Exception):  # it has told the hub
@@ -114,16 +115,16 @@ def _lead(me: Member, job: Job, store: Any, key: str, advance: Callable[[str], N
     found = None
     with (
         contextlib.suppress(KeyboardInterrupt),  # before it began, or while tidying up
-        _listening(me) as server, ours, theirs, Nursery("zerosim.simulated") as nursery,
+        _listening(me) as server, ours, theirs, Nursery("zerosim.corroboration.simulated") as nursery,
     ):  # fmt: skip
         host, port = server.getsockname()[:2]
         store.set(key, f"{host} {port}")
         thread = threading.Thread(target=rank, daemon=True)
         thread.start()
         hub = _assemble(server, Line(ours), me.world, timeout)
-        found = corroborate.lead(hub, nursery, job.settings, advance)
+        found = lead.lead(hub, nursery, job.settings, advance)
         thread.join(_PARTING)
-    return found or corroborate.nothing(job.settings)
+    return found or lead.nothing(job.settings)
 
 
 @contextmanager
@@ -184,7 +185,7 @@ def _assemble(server: socket.socket, own: Line, world: int, timeout: float) -> H
                     text = f"rank {hello.rank} has world size {hello.world} where rank 0 has {world}"
                 text = f"The ranks do not agree, and nothing was run: {text}."
                 Hub([*lines.values(), line], timeout).dismiss(text, 2)
-                raise corroborate.Disagreement(text)
+                raise lead.Disagreement(text)
             lines[hello.rank], hellos[hello.rank] = line, hello
         if_it_fails.pop_all()
     return Hub([lines[rank] for rank in range(world)], timeout, early=[[hellos[rank]] for rank in range(world)])

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zerosim.bands import WIRES
-from zerosim.frameworks_records import (
+from zerosim.frameworks.records import (
     BYTES,
     CHECKS,
     ELSEWHERE,

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 
-from zerosim import agreed, checks, torch_ring
-from zerosim.faults import Saboteur
-from zerosim.line import (
+from zerosim import checks, torch_ring
+from zerosim.corroboration import agreed
+from zerosim.corroboration.faults import Saboteur
+from zerosim.corroboration.line import (
     Arrived,
     Board,
     Bye,
@@ -31,7 +32,7 @@ from zerosim.line import (
     Stepped,
     Trouble,
 )
-from zerosim.meter import Counters, Kernel, Op, addresses, tcp_sockets
+from zerosim.corroboration.meter import Counters, Kernel, Op, addresses, tcp_sockets
 from zerosim.native import LocalCollectives
 from zerosim.schemes import SCHEMES, Scheme
 from zerosim.torch_ring import TorchRing

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from zerosim.frameworks_records import (
+from zerosim.frameworks.records import (
     ALL_GATHER,
     ALL_REDUCE,
     BEFORE,

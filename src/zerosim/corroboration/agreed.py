@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
-from importlib import resources
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zerosim.bands import PRECISIONS, WIRES, Array
 from zerosim.comm import Comm
-from zerosim.corroborate_records import NATIVE, RING, Settings
+from zerosim.corroboration.line import Booked
+from zerosim.corroboration.records import NATIVE, RING, Settings
 from zerosim.data import Pair, batches
-from zerosim.line import Booked
 from zerosim.measure import Report
 from zerosim.model import MLP
 from zerosim.native import Native
@@ -27,6 +27,8 @@ from zerosim.schemes import SCHEMES, Stage
 
 COLLECTIVES: dict[str, type[Comm]] = {RING: Comm, NATIVE: Native}
 WORKING = "working"
+
+SOURCES = Path(__file__).parents[1]  # the package's
 
 
 class Plan(NamedTuple):
@@ -85,10 +87,9 @@ def booked(report: Report, row: int) -> list[Booked]:
 def code_version() -> str:
     """A hash of the package's sources."""
     digest = hashlib.sha256()
-    for file in sorted(resources.files("zerosim").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".py"):
-            content = file.read_bytes()
-            digest.update(f"{file.name} {len(content)} ".encode() + content)
+    for file in sorted(SOURCES.rglob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(SOURCES).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
 
 

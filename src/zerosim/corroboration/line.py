@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from zerosim.corroborate_records import Settings
+from zerosim.corroboration.records import Settings
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -18,7 +18,17 @@ from typing import IO
 
 import psutil
 
-from zerosim.line import MOST_DESCRIPTORS, Board, Change, Done, Fork, Kill, Line, LineWithDescriptors, Message
+from zerosim.corroboration.line import (
+    MOST_DESCRIPTORS,
+    Board,
+    Change,
+    Done,
+    Fork,
+    Kill,
+    Line,
+    LineWithDescriptors,
+    Message,
+)
 
 _START = 120.0  # seconds for a nursery to load torch, on a machine with other things to do
 _END = 10.0  # seconds for it to end by itself
@@ -36,7 +46,7 @@ class Nursery:
     unless told otherwise.
     """
 
-    def __init__(self, module: str = "zerosim.worker", interface: str | None = None) -> None:
+    def __init__(self, module: str = "zerosim.corroboration.worker", interface: str | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.line = LineWithDescriptors(ours)
         self.fates: dict[int, Change] = {}
@@ -50,7 +60,7 @@ class Nursery:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "zerosim.nursery", str(theirs.fileno()), module],
+                [sys.executable, "-P", "-m", "zerosim.corroboration.nursery", str(theirs.fileno()), module],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -121,7 +131,9 @@ class Nursery:
 class Group:
     """``size`` ranks just forked, each calling ``function`` of ``module`` with its line, the board and its rank."""
 
-    def __init__(self, nursery: Nursery, size: int, module: str = "zerosim.worker", function: str = "serve") -> None:
+    def __init__(
+        self, nursery: Nursery, size: int, module: str = "zerosim.corroboration.worker", function: str = "serve"
+    ) -> None:
         if not 1 <= size < MOST_DESCRIPTORS:
             raise ValueError(f"Group(size): between 1 and {MOST_DESCRIPTORS - 1} ranks fit one machine; got {size}.")
         self.nursery = nursery

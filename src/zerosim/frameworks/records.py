@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from zerosim.bands import Array
-from zerosim.corroborate_records import Settings
-from zerosim.meter import Counters
+from zerosim.corroboration.meter import Counters
+from zerosim.corroboration.records import Settings
 from zerosim.results import Failure
 
 SCHEMA = "zerosim.frameworks/1"

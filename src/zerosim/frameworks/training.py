@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from zerosim.frameworks_records import GRADS, MASTER, PARAMS, Family, Task
+from zerosim.frameworks.records import GRADS, MASTER, PARAMS, Family, Task
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
 

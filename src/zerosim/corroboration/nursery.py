@@ -1,6 +1,6 @@
 """A process that has torch loaded, forks ranks at once, and tells how each of them fares.
 
-Started by ``launch.Nursery`` as ``python -m zerosim.nursery FD MODULE``: FD is its line, and
+Started by ``launch.Nursery`` as ``python -m zerosim.corroboration.nursery FD MODULE``: FD is its line, and
 MODULE what ranks need, loaded before any is made. It leads a process group of its own, in which
 the ranks live too. When its line is closed, however that came about, it kills them and removes
 their scratch folders. As their parent it learns from the kernel when one ends, stops or goes on.
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from zerosim.line import Board, Change, Done, Fork, Kill, Line, LineWithDescriptors
+from zerosim.corroboration.line import Board, Change, Done, Fork, Kill, Line, LineWithDescriptors
 
 
 class _Nursery:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zerosim.bands import PRECISIONS, WIRES, Band
-from zerosim.corroborate_records import Corroboration, Flow, RankRecord, Run
+from zerosim.corroboration.records import Corroboration, Flow, RankRecord, Run
 
 SHOWN_FAILURES = 20
 METERS = {"process": "/proc/self/io", "sockets": "the TCP sockets"}

@@ -13,9 +13,9 @@ import numpy as np
 
 from zerosim.bands import FP32, Array, Band, DType
 from zerosim.comm import Comm, LocalRing
-from zerosim.frameworks_records import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Collective
+from zerosim.corroboration.meter import MAX_SEGMENT, Moved, total
+from zerosim.frameworks.records import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Collective
 from zerosim.measure import Ledger
-from zerosim.meter import MAX_SEGMENT, Moved, total
 from zerosim.ranks import Ranks, Workspace
 
 Grads = Sequence[Array]

@@ -7,9 +7,10 @@ know torch, nor what the ranks said.
 
 from __future__ import annotations
 
-from zerosim import agreed, checks
-from zerosim.corroborate_records import NATIVE, RING
-from zerosim.line import Board, Go, Job, Line, Simulated
+from zerosim import checks
+from zerosim.corroboration import agreed
+from zerosim.corroboration.line import Board, Go, Job, Line, Simulated
+from zerosim.corroboration.records import NATIVE, RING
 from zerosim.native import LocalCollectives
 
 

@@ -1,0 +1,1 @@
+"""The simulator held to real torch.distributed ranks: how they are started, watched, measured and compared."""
