@@ -21,7 +21,8 @@ import msgspec
 from zerosim import results
 from zerosim.corroboration import records as corroborate_records
 from zerosim.corroboration.records import Corroboration
-from zerosim.results import Results, ResultsError, write_whole
+from zerosim.files import ResultsError, write_whole
+from zerosim.results import Results
 
 FOLDER = Path(__file__).parents[1] / "recorded"
 

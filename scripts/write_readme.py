@@ -27,8 +27,9 @@ from readme_views import FRAME, Lab, Real
 from zerosim import plots
 from zerosim.bands import FP16
 from zerosim.corroboration.records import Corroboration
+from zerosim.files import write_whole
 from zerosim.preflight import size
-from zerosim.results import Death, Results, write_whole
+from zerosim.results import Death, Results
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "README.md.j2"

@@ -14,7 +14,7 @@ from zerosim.corroboration import records as corroborate_records
 from zerosim.corroboration.launch import Group, Nursery
 from zerosim.corroboration.meter import HEADER
 from zerosim.corroboration.records import COLLECTIVES, EXTRA_HOP, Corroboration, Fault, Flow, RankRecord, Run, Settings
-from zerosim.results import ResultsError
+from zerosim.files import ResultsError
 from zerosim.schemes import SCHEMES
 
 pytestmark = pytest.mark.skipif(

@@ -518,6 +518,6 @@ def test_no_pyplot_and_no_simulator(whole: Results, tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, tmp_path / "results.json", tmp_path],
         env=environment, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    rooms = ("bands", "labels", "palette", "plots", "results", "timeline")
+    rooms = ("bands", "files", "labels", "palette", "plots", "results", "timeline")
     assert done.stdout.split() == [f"zerosim.{room}" for room in rooms]
     assert {path.stem for path in tmp_path.glob("*.png")} == set(KEYS)

@@ -305,7 +305,7 @@ def test_no_simulator(tmp_path: Path) -> None:
     results.save(run(), tmp_path / "results.json")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "results.json"), str(tmp_path / "report.html")]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    rooms = ("bands", "measure", "palette", "report", "report_tables", "results", "trace")
+    rooms = ("bands", "files", "measure", "palette", "report", "report_tables", "results", "trace")
     assert done.stdout.split() == [f"zerosim.{room}" for room in rooms]
     assert (tmp_path / "report.html").stat().st_size > 10**6
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from zerosim import lab, results
-from zerosim.results import ResultsError, Settings
+from zerosim.files import ResultsError
+from zerosim.results import Settings
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +72,11 @@ def _edited(edit: Any) -> Any:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_truncated, "not a whole results file"),
-        (lambda _: b"", "not a whole results file"),
+        (_truncated, "not a whole record"),
+        (lambda _: b"", "not a whole record"),
         (lambda _: b"[1, 2]", "its schema is None"),
-        (lambda _: b"[" * 100_000, "not a whole results file"),
-        (lambda _: b"\xff\xfe\x00", "not a whole results file"),
+        (lambda _: b"[" * 100_000, "not a whole record"),
+        (lambda _: b"\xff\xfe\x00", "not a whole record"),
         (lambda _: b"{}", "its schema is None"),
         (_edited(lambda record: record.update(schema="zerosim.lab/0")), "its schema is 'zerosim.lab/0'"),
         (_edited(lambda record: record.pop("sweep")), "sweep"),

@@ -22,6 +22,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from zerosim import palette
 from zerosim.bands import WIRES, Band
+from zerosim.files import write_whole
 from zerosim.labels import (
     FAINT,
     INK,
@@ -34,7 +35,7 @@ from zerosim.labels import (
     spread,
     styled,
 )
-from zerosim.results import Results, SweepRow, write_whole
+from zerosim.results import Results, SweepRow
 from zerosim.timeline import timeline
 
 __all__ = ["figures", "loss", "memory", "save_figures", "timeline", "traffic"]

@@ -25,8 +25,9 @@ from msgspec.structs import replace
 
 from zerosim import palette, trace
 from zerosim.bands import MODEL_STATES, WIRES
+from zerosim.files import write_whole
 from zerosim.report_tables import element, summary, tables, written
-from zerosim.results import Results, write_whole
+from zerosim.results import Results
 
 SHOWN_FAILURES = 200
 _CLAIMS = {

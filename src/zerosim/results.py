@@ -1,26 +1,19 @@
 """The recorded results of a lab run: their schema, and how they are written and read.
 
-Owns the file format. A file is written whole or not at all, and read only if it is whole,
-of this schema, and says what its fields may say. Computes nothing.
+Owns the schema. Computes nothing.
 
 Bytes and FLOPs are integers, per rank; a list over ranks has one entry per rank, in order.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import tempfile
 from pathlib import Path
 
 import msgspec
 
+from zerosim.files import encoded, read, write_whole
+
 SCHEMA = "zerosim.lab/1"
-
-
-class ResultsError(ValueError):
-    """A file that is not a whole, sound record of this schema, and why."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -241,28 +234,9 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return next(record for record in self.schemes if record.name == name)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that whoever looks sees the old one or the new one, never a part.
-
-    OSError if the folder cannot be written.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
 def encode(results: Results) -> bytes:
-    """The results as indented JSON. What is no finite number, in a run that diverged, stands as NaN or Infinity."""
-    return json.dumps(msgspec.to_builtins(results), indent=1).encode() + b"\n"
+    """The results as indented JSON."""
+    return encoded(results)
 
 
 def save(results: Results, path: Path) -> None:
@@ -272,17 +246,4 @@ def save(results: Results, path: Path) -> None:
 
 def load(path: Path) -> Results:
     """Read what ``save`` wrote. ResultsError, with the reason, for anything else."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ResultsError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    try:
-        record = json.loads(content)
-        found = record.get("schema") if isinstance(record, dict) else None
-        if found != SCHEMA:
-            raise ResultsError(f"{path}: its schema is {found!r}; this version reads {SCHEMA!r}. Run the lab again.")
-        return msgspec.convert(record, Results)
-    except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        if isinstance(error, ResultsError):
-            raise
-        raise ResultsError(f"{path}: not a whole results file: {error}. Run the lab again.") from error
+    return read(path, SCHEMA, Results)

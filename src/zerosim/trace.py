@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from zerosim.bands import MODEL_STATES
-from zerosim.results import Death, EventRecord, Results, SchemeRecord, write_whole
+from zerosim.files import write_whole
+from zerosim.results import Death, EventRecord, Results, SchemeRecord
 
 SHOWN_RANKS = 64  # of each scheme: all ranks do the same at the same time, and a viewer has its limits
 TRACKS = ("compute", "communication")

@@ -141,8 +141,8 @@ def _exit_code(ended: str, failures: Sequence[object]) -> int:
 
 def _beside(settings: Settings, timeout: float, interface: str | None, out: Path, as_json: bool) -> int:
     """Run the frameworks, show and write what was found; the exit code that it asks for."""
+    from zerosim.files import write_whole
     from zerosim.frameworks import beside, console, records
-    from zerosim.results import write_whole
 
     with (
         errors_for_people(),

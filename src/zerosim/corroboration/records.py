@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from zerosim.results import Failure, ResultsError, write_whole
+from zerosim.files import encoded, read, write_whole
+from zerosim.results import Failure
 
 SCHEMA = "zerosim.corroborate/1"
 COLLECTIVES = RING, NATIVE = "ring", "native"
@@ -131,7 +132,7 @@ class Corroboration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 def encode(found: Corroboration) -> bytes:
     """The record as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+    return encoded(found)
 
 
 def save(found: Corroboration, path: Path) -> None:
@@ -141,14 +142,4 @@ def save(found: Corroboration, path: Path) -> None:
 
 def load(path: Path) -> Corroboration:
     """Read what ``save`` wrote. ResultsError, with the reason, for anything else."""
-    try:
-        content = path.read_bytes()
-        header = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        schema = msgspec.json.decode(header.get("schema", msgspec.Raw(b"null")), type=str | None)
-        if schema != SCHEMA:
-            raise ResultsError(f"{path}: its schema is {schema!r}; this version reads {SCHEMA!r}. Run it again.")
-        return msgspec.json.decode(content, type=Corroboration)
-    except OSError as error:
-        raise ResultsError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ResultsError(f"{path}: not a whole record of a corroboration: {error}. Run it again.") from error
+    return read(path, SCHEMA, Corroboration)

@@ -15,6 +15,7 @@ import msgspec
 from zerosim.bands import Array
 from zerosim.corroboration.meter import Counters
 from zerosim.corroboration.records import Settings
+from zerosim.files import encoded
 from zerosim.results import Failure
 
 SCHEMA = "zerosim.frameworks/1"
@@ -200,4 +201,4 @@ class Frameworks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 def encode(found: Frameworks) -> bytes:
     """The record as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+    return encoded(found)

@@ -1,0 +1,67 @@
+"""Files of records: JSON with a schema, written whole or not at all, and read only if sound.
+
+Owns the format. Must not know what is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+class ResultsError(ValueError):
+    """A file that is not a whole, sound record of this schema, and why."""
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that whoever looks sees the old one or the new one, never a part.
+
+    OSError if the folder cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def encoded(record: msgspec.Struct) -> bytes:
+    """A record as indented JSON. What is no finite number, in a run that diverged, stands as NaN or Infinity."""
+    return json.dumps(msgspec.to_builtins(record), indent=1).encode() + b"\n"
+
+
+def read(path: Path, schema: str, kind: type[Record]) -> Record:
+    """The record of ``kind`` in a file that says that it is of ``schema``.
+
+    ResultsError, with the reason, if the file cannot be read, is not whole, is of another
+    schema, or has a field that the record does not, too few, or one of another type.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    try:
+        values = json.loads(content)
+        found = values.get("schema") if isinstance(values, dict) else None
+        if found != schema:
+            raise ResultsError(f"{path}: its schema is {found!r}; what is read here is {schema!r}. Run it again.")
+        return msgspec.convert(values, kind)
+    except ResultsError:
+        raise
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors too
+        raise ResultsError(f"{path}: not a whole record of {schema}: {error}. Run it again.") from error
