@@ -137,7 +137,7 @@ class Floor:
         for layer in range(last):
             np.matmul(acts[layer], self._weights(layer, lo, hi), acts[layer + 1][..., :-1])
             # With its column of ones, which ReLU leaves alone, the array is contiguous.
-            np.maximum(acts[layer + 1], 0, acts[layer + 1])
+            np.maximum(acts[layer + 1], 0, out=acts[layer + 1])
         delta = self.deltas[last + 1][:n]
         np.matmul(acts[last], self._weights(last, lo, hi), delta)
         np.subtract(delta, y[lo:hi], delta)
