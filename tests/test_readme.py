@@ -274,7 +274,7 @@ def test_the_python_of_the_readme_runs_and_yields_what_its_comments_say() -> Non
 
 def test_the_shell_lines_of_the_readme_are_commands_that_exist() -> None:
     """Targets are in the Makefile, extras in pyproject.toml, and the command line takes all options and values."""
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     inline = re.findall(r"`((?:make|zerosim|pip) [^`]*)`", README)
     seen = set()
