@@ -1,6 +1,7 @@
 """The command line, as a newcomer types it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,56 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs
     result = run(*SMALL, out=tmp_path / "file" / "out")
     assert result.exit_code == 2
     assert "--out" in result.output
+
+
+def test_an_interrupted_lab_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted at the last moment, the lab replaces no file and leaves none, and says so with exit code 130."""
+    (tmp_path / "results.json").write_text("old")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "save", interrupt)
+    result = run(*SMALL, out=tmp_path)
+    assert result.exit_code == 130
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "old")]
+
+
+def test_a_folder_in_a_files_place_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where results.json cannot be replaced the lab says so before a scheme is started."""
+    (tmp_path / "results.json").mkdir()
+    monkeypatch.setattr(Scheme, "__init__", lambda *_, **__: pytest.fail("a scheme was started"))
+    result = run(*SMALL, out=tmp_path)
+    assert result.exit_code == 2
+    assert "results.json in it is a folder" in result.output
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path, encoding: str) -> None:
+    """Output that is cut short, or in an encoding without our characters, leaves the verdict's exit code."""
+    command = [sys.executable, "-m", "zerosim", *SMALL, "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as running:
+        assert running.stdout
+        assert running.stderr
+        running.stdout.close()
+        told = running.stderr.read()
+    assert (running.returncode, "Traceback" in told) == (0, False), told
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    """A results file that is sound part by part but not as a whole gets one line, exit code 2, and no page."""
+    assert run(*SMALL, out=tmp_path / "lab").exit_code == 0
+    record = json.loads((tmp_path / "lab" / "results.json").read_text())
+    record["differences"][0]["step"] = 99
+    (tmp_path / "odd.json").write_text(json.dumps(record))
+    result = run("report", str(tmp_path / "odd.json"), out=tmp_path / "out")
+    assert (result.exit_code, "do not fit together" in result.output) == (2, True), result.output
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_report_is_made_from_results(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerosim import comm, lab, theory
+from zerosim import checks, comm, lab, theory
 from zerosim.bands import Band
 from zerosim.experiment import Run
 from zerosim.measure import Traffic
+from zerosim.model import MLP
 from zerosim.ranks import Ranks
 from zerosim.results import Results, Settings
 from zerosim.schemes import SCHEMES, Scheme
@@ -127,6 +128,16 @@ def _a_byte_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Traffic, "hop", miscount)
 
 
+def _one_message_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    hop = Traffic.hop
+
+    def miscount(self: Traffic, sent: int, received: int, padding: Any) -> None:
+        hop(self, sent, received, padding)
+        self.messages += 1
+
+    monkeypatch.setattr(Traffic, "hop", miscount)
+
+
 def _never_released(monkeypatch: pytest.MonkeyPatch) -> None:
     free = Ranks.free
 
@@ -154,6 +165,7 @@ def _stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_one_bit_of_master, "check one", "ZeRO-2", "step 2, rank 3: master of layer 2, element 1"),
         (_a_byte_too_many, "check two", "data parallel", "step 1, rank 4: bytes of grads sent by all-reduce"),
+        (_one_message_too_many, "check two", "ZeRO-1", "every rank: messages of reduce-scatter"),
         (_never_released, "check two", "ZeRO-3", "every rank: bytes of unreduced grads at rest"),
         (_stale_parameters, "check one", "ZeRO-1", "params of layer 2"),
         (_stale_parameters, "check two", "ZeRO-3", "bytes of params sent by all-gather"),
@@ -197,7 +209,27 @@ def test_a_death_is_recorded_with_what_was_held() -> None:
         assert record.death is not None
         assert sum(record.death.held.values()) + record.death.asked > _peaks(5)[3]
     assert [len(record.steps) for record in results.schemes] == [0, 0, 0, 3]
-    assert [each.scheme for each in results.differences] == ["ZeRO-3"] * 3
+    assert results.differences == [], "there is nothing to compare it with"
+    assert "no two schemes" in results.nothing_compared("check one")
+    assert results.nothing_compared("check two") == ""
+
+
+def test_what_compared_nothing_does_not_claim_to_hold() -> None:
+    """On a card on which no scheme starts there is nothing to compare, and the results say so of both checks."""
+    results = lab.run(settings(capacity=1))
+    assert results.failures == []
+    assert all(results.nothing_compared(check) for check in ("check one", "check two"))
+
+
+def test_a_loss_that_is_no_number_is_compared_by_its_bits() -> None:
+    """Two runs that diverged alike are alike; one that did not is not, and a NaN among differences stays one."""
+    nan = float("nan")
+    assert checks.same_losses({"a": nan, "b": nan}, 2, 1) == []
+    assert len(checks.same_losses({"a": nan, "b": 1.0}, 2, 1)) == 1
+    one, other = (SCHEMES[0](MLP((3, 2)), 2) for _ in range(2))
+    one.buckets[0].states[Band.MASTER][0, 0] = nan
+    difference, _ = checks.compare(one, checks.whole_states(other), 1)
+    assert np.isnan(difference.largest["master"])
 
 
 def test_a_prediction_of_survival_that_errs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

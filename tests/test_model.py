@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import jaxtyping
 import ml_dtypes
 import numpy as np
 import pytest
@@ -429,3 +430,11 @@ def test_padding_is_neither_read_nor_written(case: str, dtype: Any) -> None:
     for found, alone in zip((output, grads[:, : layer.size], dx), expected, strict=True):
         assert np.array_equal(bits(found), bits(alone))
     assert (grads[:, layer.size :] == 77).all()
+
+
+@pytest.mark.parametrize("seed", [None, -1, True, 1.5, "1"], ids=repr)
+def test_a_seed_that_does_not_fix_the_weights_is_refused(seed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed is an integer of 0 or more: with anything else two schemes could start from different weights."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=r"MLP\(seed\): needs an integer of 0 or more"):
+        MLP((3, 2), seed=seed)

@@ -63,7 +63,10 @@ def whole_model_bucket(settings: Settings, model: MLP) -> dict[str, Drift]:
     """ZeRO-2 with one bucket for everything against data parallel with one per layer, by precision."""
     drifts: dict[str, Drift] = {}
     for precision in dict.fromkeys(("fp32", settings.precision)):
-        options = {"precision": precision, "wire": settings.wire if precision == settings.precision else "fp32"}
+        options: dict[str, str] = {
+            "precision": precision,
+            "wire": settings.wire if precision == settings.precision else "fp32",
+        }
         drifts[precision] = _drift(settings, model, (DP, options), (ZeRO2, options | {"bucket": "model"}))
     return drifts
 

@@ -22,7 +22,7 @@ PEAK_WITHOUT = "bytes of {} at the peak without activations"
 RECOUNTED = "bytes of {} counted from the arrays"
 SENT, RECEIVED = "bytes of {} sent by {}", "bytes of {} received by {}"
 PADDING_HELD, PADDING_SENT = "bytes of padding held", "bytes of padding sent"
-FLOPS = "FLOPs of the {}"
+FLOPS, MESSAGES = "FLOPs of the {}", "messages of {}"
 COMPARED = (Band.PARAMS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ)
 
 
@@ -63,7 +63,7 @@ def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) ->
                 continue
             differing[band] += int(np.count_nonzero(unequal))
             distance = np.abs(mine[unequal].astype(np.float64) - theirs[unequal].astype(np.float64))
-            largest[band] = max(largest[band], float(distance.max()))
+            largest[band] = float(np.maximum(largest[band], distance.max()))  # a NaN stays
             for row in np.flatnonzero(unequal.any(axis=1)).tolist():
                 at = int(np.argmax(unequal[row]))
                 failures.append(
@@ -90,7 +90,7 @@ def same_losses(losses: Mapping[str, float], ranks: int, step: int) -> list[Fail
             quantity="loss", measured=repr(loss), expected=repr(expected),
         )
         for name, loss in losses.items()
-        if loss != expected
+        if np.float64(loss).tobytes() != np.float64(expected).tobytes()
     ]  # fmt: skip
 
 
@@ -133,6 +133,9 @@ def _measured(scheme: Scheme, report: Report) -> Count:
     ):
         count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
     count |= {(-1, FLOPS.format(phase)): flops for phase, flops in report.flops.items()}
+    for (collective, _), moved in report.traffic.items():
+        key = (-1, MESSAGES.format(collective))
+        count[key] = count.get(key, 0) + moved.messages
     for row, rank in enumerate(scheme.ring.ids):
         count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in scheme.ranks[row].held().items()}
         for (collective, band), traffic in report.traffic.items():
@@ -153,6 +156,7 @@ def _predicted(job: theory.Job, ids: Sequence[int]) -> Count:
     ):
         count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
     count |= {(-1, FLOPS.format(phase)): flops for phase, flops in theory.flops(job).items()}
+    count |= {(-1, MESSAGES.format(collective)): sent for collective, sent in theory.messages(job).items()}
     padding, padding_sent, traffic = theory.padding(job), theory.padding_sent(job), theory.traffic(job)
     for rank in ids:
         count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in resident.items()}

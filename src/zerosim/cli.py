@@ -1,6 +1,6 @@
 """The command line: parse, call, print.
 
-Exit codes: 0 every check holds; 1 a check does not; 2 what was asked for cannot be run.
+Exit codes: 0 every check holds; 1 a check does not; 2 what was asked for cannot be run; 130 interrupted.
 Heavy imports wait for the command that needs them.
 """
 
@@ -15,9 +15,11 @@ from zerosim.bands import PRECISIONS, WIRES
 from zerosim.corroboration.cli import corroborate
 from zerosim.data import DATA
 from zerosim.preflight import GATHERS
-from zerosim.refusals import errors_for_people, writable
+from zerosim.refusals import errors_for_people, printing, replacing, writable
 from zerosim.results import Results, Settings, encode, load, save
 
+RESULTS, PAGE = "results.json", ("report.html", "trace.json")
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNITS = {
     "B": 1,
     **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)},
@@ -102,21 +104,26 @@ def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
     measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes when
     a rule is broken on purpose. Exit code 0 only if every check holds.
     """
-    with errors_for_people():
-        settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
-        writable(out, "lab")
-        found = _run(settings)
-        from zerosim import plots
+    from zerosim import console, lab, plots
 
-        plots.save_figures(plots.figures(found), out)
-        _save_page(found, out)
-        save(found, out / "results.json")
-    if as_json:
-        click.echo(encode(found), nl=False)
-    else:
-        from zerosim import console
-
-        console.show(found, out)
+    try:
+        with errors_for_people():
+            settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
+            lab.validate(settings)
+            writable(out, "lab", RESULTS, *PAGE)
+            found = _run(settings)
+            with replacing(out) as staging:
+                plots.save_figures(plots.figures(found), staging)
+                _save_page(found, staging)
+                save(found, staging / RESULTS)
+    except KeyboardInterrupt:
+        click.echo("interrupted; nothing was written", err=True)
+        sys.exit(INTERRUPTED)
+    with printing():
+        if as_json:
+            click.echo(encode(found), nl=False)
+        else:
+            console.show(found, out)
     sys.exit(1 if found.failures else 0)
 
 
@@ -137,9 +144,13 @@ def report(recorded: Path, out: Path | None) -> None:
     out = out or recorded.parent
     with errors_for_people():
         found = load(recorded)
-        writable(out, "report")
-        _save_page(found, out)
-    click.echo(f"written to {out}/: report.html and trace.json")
+        writable(out, "report", *PAGE)
+        try:
+            with replacing(out) as staging:
+                _save_page(found, staging)
+        except (LookupError, ArithmeticError) as error:
+            raise ValueError(f"{recorded}: its parts do not fit together ({error!r}). Run the lab again.") from error
+    click.echo(f"written to {out}/: {' and '.join(PAGE)}")
 
 
 def _save_page(found: Results, out: Path) -> None:
@@ -147,8 +158,8 @@ def _save_page(found: Results, out: Path) -> None:
     from zerosim.report import save_page
     from zerosim.trace import save_trace
 
-    save_page(found, out / "report.html")
-    save_trace(found, out / "trace.json")
+    for save_one, name in zip((save_page, save_trace), PAGE, strict=True):
+        save_one(found, out / name)
 
 
 def _run(settings: Settings) -> Results:
@@ -158,7 +169,6 @@ def _run(settings: Settings) -> Results:
 
     from zerosim import lab
 
-    lab.validate(settings)
     columns = TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("starting", total=lab.work(settings))

@@ -71,7 +71,7 @@ def _summary(results: Results) -> Table:
         caption="P: all parameters once, in the wire's dtype. Peaks are the highest instant, not the end of the step.",
     )  # fmt: skip
     unit = results.n_params * {"fp32": 4, "fp16": 2, "bf16": 2}[results.settings.wire]
-    base = next((sum(step.resident.values()) for record, step in _survivors(results)), 0)
+    whole = next((sum(step.resident.values()) for record, step in _survivors(results) if record.stage == 0), None)
     for record in results.schemes:
         if record.death:
             death = record.death
@@ -82,7 +82,7 @@ def _summary(results: Results) -> Table:
         table.add_row(
             record.name,
             f"{resident / results.n_params:.4f}",
-            f"{resident / base:.4f}",
+            f"{resident / whole:.4f}" if whole else "–",
             f"{step.peak_without_activations.total / results.n_params:.4f}",
             f"{step.peak.total / results.n_params:.4f}",
             f"{_sent(step):,}",
@@ -219,8 +219,8 @@ def _verdicts(results: Results, out: Path, console: Console) -> None:
         ("check two", "every byte and FLOP as predicted, on every rank, in every step and for every N"),
     ):
         verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"
-        if check == "check one" and not compared:
-            verdict, claim = "has nothing to compare", "no scheme has survived a step"
+        if check not in failed and (nothing := results.nothing_compared(check)):
+            verdict, claim = "has nothing to compare", nothing
         console.print(f"{check} {verdict}: {claim}")
     for failure in results.failures[:SHOWN_FAILURES]:
         console.print(f"  {failure}", style="red", markup=False)

@@ -84,13 +84,14 @@ class Linear:
         self, params: Shaped[Array, "R L"], x: Float[Array, "R B I"], work: Workspace
     ) -> tuple[Float[Array, "R B O"], Any]:
         y = work.hold(x.shape[1], self.fan_out)
+        done = 0
         for some, register in self._registers(params):
             weight, bias = self._split(_as_fp32(params[some, : self.size], register))
-            np.matmul(x[some], weight, out=y[some])
+            done += _multiply(x[some], weight, y[some])
             np.add(y[some], bias[:, None, :], out=y[some])
         if self.relu:
             np.maximum(y, 0, out=y)
-        work.flops(2 * x.shape[1] * self.fan_in * self.fan_out)
+        work.flops(done // len(x))
         return y, (x, y)
 
     def backward(
@@ -108,19 +109,20 @@ class Linear:
             np.multiply(dy, y > 0, out=dy)
         work.free(y)
         dx = work.hold(x.shape[1], self.fan_in) if need_dx else None
+        done = 0
         for some, register in self._registers(params):
             target = grads[some, : self.size]
             grad = target if target.dtype == FP32 else register
             weight, bias = self._split(grad)
-            np.matmul(x[some].swapaxes(1, 2), dy[some], out=weight)
+            done += _multiply(x[some].swapaxes(1, 2), dy[some], weight)
             np.add.reduce(dy[some], axis=1, out=bias)
             if grad is register:
                 convert(grad, target)
             if dx is not None:
                 weight, _ = self._split(_as_fp32(params[some, : self.size], register))
-                np.matmul(dy[some], weight.swapaxes(1, 2), out=dx[some])
+                done += _multiply(dy[some], weight.swapaxes(1, 2), dx[some])
         work.free(dy)
-        work.flops((2 + 2 * need_dx) * x.shape[1] * self.fan_in * self.fan_out)
+        work.flops(done // len(x))
         return dx
 
     def _split(self, flat: Array) -> tuple[Array, Array]:
@@ -142,6 +144,12 @@ class Linear:
         for start in range(0, copies, some):
             stop = min(start + some, copies)
             yield slice(start, stop), scratch[: stop - start]
+
+
+def _multiply(a: Array, b: Array, out: Array) -> int:
+    """out = a b, and the operations that it took: a multiplication and an addition for each term of each element."""
+    np.matmul(a, b, out=out)
+    return 2 * int(out.size) * int(a.shape[-1])
 
 
 def _as_fp32(values: Array, register: Array) -> Array:
@@ -209,7 +217,11 @@ class MLP(Chain):
             isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1 for width in widths
         ):
             raise ValueError(f"MLP(widths): needs two or more positive integers, input width first; got {widths!r}.")
-        self.widths, self.seed = tuple(map(int, widths)), seed
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ValueError(
+                f"MLP(seed): needs an integer of 0 or more, so that every rank and scheme draws the same; got {seed!r}."
+            )
+        self.widths, self.seed = tuple(map(int, widths)), int(seed)
         last = len(widths) - 2
         super().__init__(
             [

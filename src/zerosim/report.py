@@ -157,8 +157,8 @@ def _verdict(results: Results, check: str) -> Tree.Element:
     word = f"✓ {check} holds"
     if check == "check one":
         claim = f"{claim} {_some(compared, 'comparison')}."
-        if not compared:  # what holds of nothing is no finding
-            word, claim = f"– {check} has nothing to compare", "No scheme survived its first step."
+    if nothing := results.nothing_compared(check):  # what holds of nothing is no finding
+        word, claim = f"– {check} has nothing to compare", f"{nothing[0].upper()}{nothing[1:]}."
     return element("li", element("b", word), f" {claim}", class_="holds")
 
 

@@ -8,12 +8,15 @@ Bytes and FLOPs are integers, per rank; a list over ranks has one entry per rank
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from zerosim.files import encoded, read, write_whole
 
 SCHEMA = "zerosim.lab/1"
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -23,17 +26,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``capacity`` is the bytes of a card, or None for no limit.
     """
 
-    ranks: int
-    steps: int
-    batch: int
+    ranks: Positive
+    steps: Positive
+    batch: Positive
     seed: int
     model_seed: int
-    precision: str
-    wire: str
-    gather: str
+    precision: Literal["mixed", "bf16", "fp32"]
+    wire: Literal["fp32", "fp16", "bf16"]
+    gather: Literal["layer", "model"]
     data: str
-    capacity: int | None
-    widths: list[int]
+    capacity: Positive | None
+    widths: list[Positive]
 
 
 class PeakRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -120,7 +123,8 @@ class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Check one, for a scheme after a step: elements whose bits differ over all ranks, and the largest difference.
 
 
-    By band, against data parallel (data parallel itself: against its first rank).
+    By band, against data parallel, or the first scheme that has survived; data parallel itself
+    against its first rank.
     """
 
     scheme: str
@@ -222,12 +226,19 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     created: str
     versions: dict[str, str]
     settings: Settings
-    n_params: int
+    n_params: Positive
     schemes: list[SchemeRecord]
     differences: list[Difference]
     sweep: list[SweepRow]
     artefacts: Artefacts
     failures: list[Failure]
+
+    def nothing_compared(self, check: str) -> str:
+        """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
+        if check == "check one":
+            return "" if self.differences else "no two schemes have survived a step"
+        survived = any(record.steps for record in self.schemes) or any(row.survives for row in self.sweep)
+        return "" if survived else "no step was completed; that none would be is as predicted"
 
     def scheme(self, name: str) -> SchemeRecord:
         """The record of the scheme of that name."""

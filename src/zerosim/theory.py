@@ -108,6 +108,16 @@ def traffic(job: Job) -> dict[str, Bytes]:
     return {"reduce-scatter": {Band.GRADS: once}, "all-gather": {Band.PARAMS: (2 if job.stage == 3 else 1) * once}}
 
 
+def messages(job: Job) -> dict[str, int]:
+    """Messages that each rank sends in a step, by collective: N-1 a time, twice for an all-reduce."""
+    hops = (job.ranks - 1) * len(job.buckets)
+    if job.ranks == 1:
+        return {}
+    if job.stage == 0:
+        return {"all-reduce": 2 * hops}
+    return {"reduce-scatter": hops, "all-gather": (2 if job.stage == 3 else 1) * hops}
+
+
 def padding_sent(job: Job) -> list[int]:
     """Bytes of padding that each rank sends in a step.
 

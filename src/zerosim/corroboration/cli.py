@@ -7,6 +7,7 @@ Exit codes: 0 everything that could be measured is equal; 1 something is not, or
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import click
 
 from zerosim.bands import PRECISIONS
 from zerosim.corroboration.records import BACKENDS, COLLECTIVES, FAULTS, Corroboration, Fault, Settings, encode, save
-from zerosim.refusals import errors_for_people, writable
+from zerosim.refusals import errors_for_people, printing, writable
 
 RANKS = 4
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -69,7 +70,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(min=1, max=86_400),
     default=30.0,
     show_default=True,
     metavar="SECONDS",
@@ -111,6 +112,7 @@ def corroborate(
     # What was found is to be written and shown; what takes long can be interrupted all the same.
     with _on_terminate(signal.SIG_IGN):
         with errors_for_people(), _failures_for_people():
+            _known(interface)
             settings = Settings(
                 ranks=_ranks(ranks),
                 widths=[64, 128, 128, 64],
@@ -121,12 +123,13 @@ def corroborate(
             )
             found = _run(settings, timeout, interface, out, frameworks)
             save(found, out / "corroborate.json")
-        if as_json:
-            click.echo(encode(found), nl=False)
-        else:
-            from zerosim.corroboration import console as console_corroborate
+        with printing():
+            if as_json:
+                click.echo(encode(found), nl=False)
+            else:
+                from zerosim.corroboration import console
 
-            console_corroborate.show(found, out)
+                console.show(found, out)
         code = _exit_code(found.ended, found.failures)
         if frameworks and found.complete:
             code = max(code, _beside(settings, timeout, interface, out, as_json))
@@ -157,6 +160,13 @@ def _beside(settings: Settings, timeout: float, interface: str | None, out: Path
     return _exit_code(found.ended, found.failures)
 
 
+def _known(interface: str | None) -> None:
+    """Refuse an interface that this machine does not have, before the ranks' backend does so in its own words."""
+    there = [name for _, name in socket.if_nameindex()]
+    if interface is not None and interface not in there:
+        raise ValueError(f"corroborate(interface): one of this machine's, {', '.join(there)}; got {interface!r}.")
+
+
 def _ranks(asked: int | None) -> int:
     """How many ranks there are: as many as were started, or as were asked for."""
     from zerosim.corroboration import rendezvous
@@ -180,7 +190,7 @@ def _run(settings: Settings, timeout: float, interface: str | None, out: Path, f
     if me is not None and frameworks:
         raise ValueError("corroborate(frameworks): they are run on ranks of this machine; leave torchrun out.")
     if me is None or me.rank == 0:
-        writable(out, "corroborate")
+        writable(out, "corroborate", "corroborate.json")
     with _on_terminate(signal.default_int_handler), _progress(lead.work(settings)) as advance:
         if me is None:
             return lead.run(settings, advance, timeout=timeout, interface=interface)
@@ -218,11 +228,13 @@ def _progress(total: int | None) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def _on_terminate(handler: Any) -> Iterator[None]:
     """Meet a request to terminate with ``handler`` for as long as the block lasts."""
-    before = signal.signal(signal.SIGTERM, handler)
+    requests = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = [signal.signal(request, handler) for request in requests]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for request, previous in zip(requests, before, strict=True):
+            signal.signal(request, previous)
 
 
 @contextmanager
