@@ -135,7 +135,7 @@ def _watched(nursery: Nursery, row: Row, settings: Settings, steps: int, timeout
         for order, line in zip(jobs(group, settings, timeout), group.lines, strict=True):
             line.send(order)
         hub = Hub(group.lines, timeout * (_SLOW if row.family is Family.DEEPSPEED else 1), group)
-        for _ in range(2 * steps + 1):  # before and after each step, and at the end
+        for _ in range(2 * steps + 2):  # before and after each step, when all is read, and at the end
             hub.gather(Arrived, f"the run of {row.name}")
             hub.tell(Go())
         return [pickle.loads((folder / SEEN.format(rank)).read_bytes()) for rank in range(settings.ranks)]

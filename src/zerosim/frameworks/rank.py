@@ -37,8 +37,8 @@ EVIDENCE_STEPS = 3  # the first, in which DDP's buckets are in another order, an
 def serve(line: Line, board: Board, rank: int) -> None:
     """Do the job that lies beside the ranks' store, and leave beside it what was seen.
 
-    Tells of every point at which the ranks wait for each other: before and after each step, and
-    at the end.
+    Tells of every point at which the ranks wait for each other: before and after each step, when
+    all have read their counters, and at the end.
     """
     given = line.receive()
     assert isinstance(given, Job)
@@ -90,6 +90,7 @@ def _watched(task: Task, rank: int, fence: Callable[[], None]) -> Seen:
             counted.append(kernel.read().since(before))
             _let_go()
             walked.append((held, _walk(training)))
+        fence()  # or who is ahead would send something else before all have read what this step came to
         kernel.close()
         kept = {address for storages in walked[-1][1].values() for address in storages}
     log = Log(profiler.kineto_results.experimental_event_tree(), kept)
