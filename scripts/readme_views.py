@@ -100,7 +100,7 @@ class Scheme:
     @property
     def sent(self) -> int:
         """Bytes that the busiest rank sends in a step."""
-        return max(map(sum, zip(*(moved.sent for moved in self.last.traffic), strict=True)), default=0)
+        return self.last.sent()
 
     @property
     def sent_predicted(self) -> int:

@@ -8,8 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zerosim.bands import WIRES
 from zerosim.measure import Phase
-from zerosim.results import Results, SchemeRecord, StepRecord
+from zerosim.results import Results
 
 SHOWN_FAILURES = 20
 
@@ -49,19 +50,9 @@ def _table(title: str, *columns: str, caption: str = "") -> Table:
     return table
 
 
-def _survivors(results: Results) -> list[tuple[SchemeRecord, StepRecord]]:
-    """Each scheme that lived, with its last step."""
-    return [(record, record.steps[-1]) for record in results.schemes if record.death is None]
-
-
 def _compared(measured: int, predicted: int) -> str:
     """A measured count, marked where it is not what was predicted."""
     return f"{measured:,}" if measured == predicted else f"[red]{measured:,} (predicted {predicted:,})[/]"
-
-
-def _sent(step: StepRecord) -> int:
-    """Bytes sent by the busiest rank."""
-    return max((sum(column) for column in zip(*(t.sent for t in step.traffic), strict=True)), default=0)
 
 
 def _summary(results: Results) -> Table:
@@ -70,8 +61,8 @@ def _summary(results: Results) -> Table:
         "scheme", "at rest", "× data parallel", "peak", "with activations", "sent, B", "in P", "final loss", "dies at",
         caption="P: all parameters once, in the wire's dtype. Peaks are the highest instant, not the end of the step.",
     )  # fmt: skip
-    unit = results.n_params * {"fp32": 4, "fp16": 2, "bf16": 2}[results.settings.wire]
-    whole = next((sum(step.resident.values()) for record, step in _survivors(results) if record.stage == 0), None)
+    unit = results.n_params * WIRES[results.settings.wire].itemsize
+    whole = next((sum(step.resident.values()) for record, step in results.survivors() if record.stage == 0), None)
     for record in results.schemes:
         if record.death:
             death = record.death
@@ -85,8 +76,8 @@ def _summary(results: Results) -> Table:
             f"{resident / whole:.4f}" if whole else "–",
             f"{step.peak_without_activations.total / results.n_params:.4f}",
             f"{step.peak.total / results.n_params:.4f}",
-            f"{_sent(step):,}",
-            f"{_sent(step) / unit:.4f}",
+            f"{step.sent():,}",
+            f"{step.sent() / unit:.4f}",
             f"{step.loss:.6f}",
             "",
         )
@@ -108,7 +99,7 @@ def _alike(results: Results) -> Table:
             differing = sum(difference.differing[band] for difference in here)
             largest = max(difference.largest[band] for difference in here)
             cells.append(f"[red]{largest:.2g} ({differing:,})[/]" if differing else "0 (0)")
-        losses = {f"{record.steps[step - 1].loss:.6f}" for record, _ in _survivors(results)}
+        losses = {f"{record.steps[step - 1].loss:.6f}" for record, _ in results.survivors()}
         table.add_row(str(step), *cells, " or ".join(sorted(losses)))
     return table
 
@@ -116,7 +107,7 @@ def _alike(results: Results) -> Table:
 def _bands(results: Results, when: str) -> Table:
     """Bands down, schemes across: measured, and marked where the prediction is another."""
     columns = []
-    for record, step in _survivors(results):
+    for record, step in results.survivors():
         if when == "at rest":
             columns.append((record.name, step.resident, record.prediction.resident))
         else:
@@ -137,7 +128,7 @@ def _traffic(results: Results) -> Table:
         "scheme", "collective", "of", "messages", "sent", "predicted", "of which padding",
         caption="The busiest rank's; every rank's was checked.",
     )  # fmt: skip
-    for record, step in _survivors(results):
+    for record, step in results.survivors():
         for moved in step.traffic:
             table.add_row(
                 record.name, moved.collective, moved.band, f"{moved.messages:,}", f"{max(moved.sent):,}",
@@ -154,7 +145,7 @@ def _work(results: Results) -> Table:
         "scheme", *(f"FLOPs, {phase}" for phase in phases[:3]), *(f"ms, {phase}" for phase in phases), "ms per rank",
         caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time.",
     )  # fmt: skip
-    for record, step in _survivors(results):
+    for record, step in results.survivors():
         times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
         medians = [1e3 * each[len(each) // 2] for each in times]
         table.add_row(

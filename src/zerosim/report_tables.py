@@ -11,7 +11,7 @@ from xml.etree import ElementTree as Tree
 
 from zerosim.bands import WIRES
 from zerosim.measure import Phase
-from zerosim.results import Results, SchemeRecord, StepRecord
+from zerosim.results import Results
 
 _CHECKED = "Bytes are per rank. A measured number that is not the predicted one is marked ≠."
 
@@ -90,16 +90,6 @@ def _number(value: float, form: str) -> str:
 # -- the tables
 
 
-def _survivors(results: Results) -> list[tuple[SchemeRecord, StepRecord]]:
-    """Each scheme that lived, with its last step."""
-    return [(record, record.steps[-1]) for record in results.schemes if record.death is None]
-
-
-def _sent(step: StepRecord) -> int:
-    """Bytes sent by the busiest rank."""
-    return max((sum(column) for column in zip(*(moved.sent for moved in step.traffic), strict=True)), default=0)
-
-
 def summary(results: Results) -> list[Tree.Element]:
     """The table that comes first: a row for each scheme."""
     P, unit = results.n_params, results.n_params * WIRES[results.settings.wire].itemsize
@@ -111,7 +101,7 @@ def summary(results: Results) -> list[Tree.Element]:
             rows.append([record.name, *["–"] * 7, element("span", fate.strip(), class_="fate")])
             continue
         step, expected = record.steps[-1], record.prediction
-        resident, sent = sum(step.resident.values()), _sent(step)
+        resident, sent = sum(step.resident.values()), step.sent()
         rows.append([
             record.name,
             _ratio(resident, sum(expected.resident.values()), P),
@@ -140,7 +130,7 @@ def summary(results: Results) -> list[Tree.Element]:
 def tables(results: Results) -> Iterator[Tree.Element]:
     """All other tables."""
     yield from _alike(results)
-    living = _survivors(results)
+    living = results.survivors()
     rest: list[Side] = [(record.name, step.resident, record.prediction.resident) for record, step in living]
     peak: list[Side] = [(record.name, step.peak.by_band, record.prediction.peak) for record, step in living]
     instants = "; ".join(f"{record.name}: {step.peak.phase}, {step.peak.unit or '–'}" for record, step in living)
@@ -163,7 +153,7 @@ def _alike(results: Results) -> list[Tree.Element]:
             differing = sum(each.differing.get(band, 0) for each in here)
             largest = _number(max(each.largest.get(band, 0.0) for each in here), ".2g")
             row += [_count(differing, 0), largest if differing == 0 else element("b", largest, class_="off")]
-        losses = {_number(record.steps[step - 1].loss, ".6f") for record, _ in _survivors(results)}
+        losses = {_number(record.steps[step - 1].loss, ".6f") for record, _ in results.survivors()}
         rows.append([*row, " or ".join(sorted(losses))])
     head = [("", "step"), *((band, what) for band in bands for what in ("bits differ", "largest")), ("", "loss")]
     note = (
@@ -188,7 +178,7 @@ def _bands(name: str, title: str, sides: Sequence[Side], note: str) -> list[Tree
 
 def _traffic(results: Results) -> list[Tree.Element]:
     rows: list[list[Cell]] = []
-    for record, step in _survivors(results):
+    for record, step in results.survivors():
         for moved in step.traffic:
             sent = max(moved.sent, default=0)
             predicted = record.prediction.traffic.get(moved.collective, {}).get(moved.band, 0)
@@ -203,7 +193,7 @@ def _traffic(results: Results) -> list[Tree.Element]:
 def _flops(results: Results) -> list[Tree.Element]:
     phases = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
     rows = []
-    for record, step in _survivors(results):
+    for record, step in results.survivors():
         pairs = [(step.flops.get(phase, 0), record.prediction.flops.get(phase, 0)) for phase in phases]
         rows.append([record.name, *_pairs(pairs)])
     head = [("", "scheme"), *((str(phase), what) for phase in phases for what in ("measured", "predicted"))]
@@ -213,7 +203,7 @@ def _flops(results: Results) -> list[Tree.Element]:
 def _times(results: Results) -> list[Tree.Element]:
     phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION]
     rows: list[list[Cell]] = []
-    for record, _ in _survivors(results):
+    for record, _ in results.survivors():
         times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
         medians = [1e3 * each[len(each) // 2] for each in times]
         rows.append([

@@ -72,6 +72,10 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     flops: dict[str, int]
     seconds: dict[str, float]
 
+    def sent(self) -> int:
+        """Bytes sent by the busiest rank, all collectives together."""
+        return max((sum(column) for column in zip(*(moved.sent for moved in self.traffic), strict=True)), default=0)
+
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the closed forms say of one step of one scheme."""
@@ -232,6 +236,10 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     sweep: list[SweepRow]
     artefacts: Artefacts
     failures: list[Failure]
+
+    def survivors(self) -> list[tuple[SchemeRecord, StepRecord]]:
+        """Each scheme that lived, with its last step."""
+        return [(record, record.steps[-1]) for record in self.schemes if record.death is None]
 
     def nothing_compared(self, check: str) -> str:
         """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
