@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerosim.bands import PRECISIONS, Band
+from zerosim.bands import Band
 from zerosim.corroboration import agreed
 from zerosim.corroboration import lead as corroborate
 from zerosim.corroboration import records as corroborate_records
@@ -48,7 +48,7 @@ def run(nursery: Nursery, asked: Settings) -> Corroboration:
 
 @pytest.fixture(scope="module")
 def four(nursery: Nursery) -> Corroboration:
-    return run(nursery, settings(FOUR, list(PRECISIONS)))
+    return run(nursery, settings(FOUR, list(corroborate_records.RECIPES)))
 
 
 @pytest.fixture(scope="module")

@@ -347,7 +347,7 @@ def test_a_step_is_incomplete_until_it_ends() -> None:
 
 
 def test_the_log_says_what_whose_how_much_and_when() -> None:
-    """Holds, frees, sends and computations are logged with unit, bytes, bytes held after, time and phase."""
+    """Holds, frees, sends and computations are logged with unit, bytes, bytes held after, time, phase and count."""
     clock = Clock()
     ledger = Ledger(1, clock=clock)
     ledger.hold("a", 3, "before")
@@ -360,12 +360,16 @@ def test_the_log_says_what_whose_how_much_and_when() -> None:
                 traffic.hop(11, 11, None)
                 traffic.hop(11, 11, None)
                 clock.tick(1)
+            ledger.flops(13)
+            ledger.flops(17)
             ledger.computed("w")
+            ledger.computed("x")
         ledger.free("b", 5, "u")
     assert report.events == [
         Event(EventKind.HOLD, "b", "u", 5, 3 + 5, 2, Phase.FORWARD),
-        Event(EventKind.SEND, "all-gather", "v", 11 + 11, 3 + 5, 2 + 7 + 1, Phase.COMMUNICATION),
-        Event(EventKind.COMPUTE, "forward", "w", 0, 3 + 5, 2 + 7 + 1, Phase.FORWARD),
+        Event(EventKind.SEND, "all-gather", "v", 11 + 11, 3 + 5, 2 + 7 + 1, Phase.COMMUNICATION, 2),
+        Event(EventKind.COMPUTE, "forward", "w", 0, 3 + 5, 2 + 7 + 1, Phase.FORWARD, 13 + 17),
+        Event(EventKind.COMPUTE, "forward", "x", 0, 3 + 5, 2 + 7 + 1, Phase.FORWARD, 0),
         Event(EventKind.FREE, "b", "u", 5, 3, 2 + 7 + 1, Phase.OTHER),
     ]
 

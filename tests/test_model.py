@@ -15,7 +15,8 @@ import pytest
 
 from zerosim import model as model_module
 from zerosim.bands import Array
-from zerosim.model import MLP, Chain, Layer, Linear
+from zerosim.layers import Chain, Layer
+from zerosim.model import MLP, Linear
 
 COPIES, ROWS = 3, 11
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]

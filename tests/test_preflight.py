@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from zerosim import preflight
-from zerosim.bands import PRECISIONS, WIRES, Array
+from zerosim.bands import PRECISIONS, WIRES, Array, Band
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Scheme, ZeRO2
 
@@ -51,7 +51,8 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"precision": None}, ValueError, ["(precision)", "is one of", "mixed, bf16, fp32", "got None"]),
     ({"wire": "int8"}, ValueError, ["(wire)", "is one of", "fp32, fp16, bf16", "got 'int8'"]),
     ({"gather": "all"}, ValueError, ["(gather)", "is one of", "layer, model", "got 'all'"]),
-    ({"bucket": 25}, ValueError, ["(bucket)", "is one of", "layer, model", "got 25"]),
+    ({"bucket": 0}, ValueError, ["(bucket)", "positive integer", "got 0"]),
+    ({"bucket": "all"}, ValueError, ["(bucket)", "is one of", "layer, model", "got 'all'"]),
     ({"capacity": 0}, ValueError, ["(capacity)", "positive integer", "got 0.", "Pass 1 or more"]),
     ({"capacity": -(2**30)}, ValueError, ["(capacity)", "positive integer", "got -1073741824.", "Pass 1 or more"]),
     ({"capacity": 1e9}, TypeError, ["(capacity)", "positive integer", "got 1000000000.0.", "Pass 1 or more"]),
@@ -101,14 +102,13 @@ def test_a_wire_must_carry_the_working_copy(precision: str, wire: str, advice: s
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_wire_that_carries_the_working_copy_is_accepted(precision: str, wire: str) -> None:
-    """A pair of precision and wire is accepted exactly if every value of the working copy survives the wire."""
-    working, dtype = PRECISIONS[precision].working, WIRES[wire]
-    every = (
-        np.arange(2**16, dtype=np.uint16).view(working) if working.itemsize == 2 else np.array([1 + 2**-23], working)
-    )
-    with np.errstate(all="ignore"):
-        numbers = every[~np.isnan(every)]
-        survives = np.array_equal(numbers.astype(dtype).astype(working), numbers)
+    """A wire is accepted exactly if every value of the working copy, and of backward's gradients, survives it."""
+    survives = True
+    for carried in (PRECISIONS[precision].working, PRECISIONS[precision].dtypes(WIRES[wire])[Band.UNREDUCED]):
+        every = np.arange(2**16, dtype=np.uint16).view(carried) if carried.itemsize == 2 else np.float32([1 + 2**-23])
+        with np.errstate(all="ignore"):
+            numbers = every[~np.isnan(every)]
+            survives &= np.array_equal(numbers.astype(WIRES[wire]).astype(carried), numbers)
     try:
         preflight.check_options(RANKS, precision=precision, wire=wire, gather="layer", bucket="layer", capacity=None)
     except ValueError:

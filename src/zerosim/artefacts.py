@@ -15,6 +15,8 @@ from zerosim.model import MLP
 from zerosim.results import Drift, NarrowWire, Settings, WholeModelGather
 from zerosim.schemes import DP, Stage, ZeRO2, ZeRO3
 
+NARROW = {"mixed": "fp16", "bf16": "bf16"}  # precisions whose gradients and parameters 16 bits carry, and which
+
 
 def whole_model_gather(settings: Settings, model: MLP) -> WholeModelGather:
     """ZeRO-3 after one step, once gathering everything at once and once layer by layer."""
@@ -36,7 +38,7 @@ def whole_model_gather(settings: Settings, model: MLP) -> WholeModelGather:
 
 def narrow_wire(settings: Settings, model: MLP) -> NarrowWire:
     """The same run with blocks as wide as the working copy, which must be of 16 bits, and in fp32."""
-    wire = {"mixed": "fp16", "bf16": "bf16"}[settings.precision]
+    wire = NARROW[settings.precision]
     [batch] = batches_of(settings, settings.ranks, 1)
     gradients, sent = [], []
     for dtype in ("fp32", wire):

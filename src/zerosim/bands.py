@@ -27,20 +27,26 @@ DType = np.dtype[Any]
 
 
 class Band(StrEnum):
-    """One kind of thing that a rank holds. The first five are the model states."""
+    """One kind of thing that a rank holds. Down to the momentum they are the model states."""
 
     PARAMS = "params"
     GRADS = "grads"
+    MAIN_GRADS = "main grads"
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM = "momentum"
     GATHERED = "gathered params"
     UNREDUCED = "unreduced grads"
     BLOCKS = "ring blocks"
     ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+    BUCKET = "gradient bucket"
 
 
-MODEL_STATES = (Band.PARAMS, Band.GRADS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ)
+MODEL_STATES = (
+    Band.PARAMS, Band.GRADS, Band.MAIN_GRADS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ, Band.MOMENTUM,
+)  # fmt: skip
 
 FP32: DType = np.dtype(np.float32)
 FP16: DType = np.dtype(np.float16)
@@ -52,40 +58,72 @@ class Precision:
     """A recipe of mixed-precision training (Micikevicius et al., arXiv 1710.03740).
 
     ``working`` is the dtype of the parameters that forward and backward read and of the
-    gradients. ``master`` says whether an fp32 copy of the parameters is kept beside them;
-    without it the working copy is itself what the optimizer updates, and must be fp32.
+    gradients that backward writes. ``master`` says whether an fp32 copy of the parameters is
+    kept beside them; without it the parameters that are kept are themselves what the optimizer
+    updates, and are fp32. ``grads`` is the dtype of the averaged gradients, if not ``working``;
+    ``main_grads`` whether an fp32 copy of them is kept for the optimizer.
+
+    Without a master and with a 16-bit working copy, the fp32 parameters are cast as they are
+    gathered: only ZeRO-3 gathers, so only there is such a recipe of use (``everywhere`` is False).
     """
 
     name: str
     working: DType
     master: bool
+    grads: DType | None = None
+    main_grads: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.master and self.working != FP32:
-            raise ValueError(f"Precision {self.name!r}: without master weights the working copy must be fp32.")
+    @property
+    def params(self) -> DType:
+        """The dtype of the parameters that are kept."""
+        return self.working if self.master else FP32
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every stage can use the recipe: what is kept is what forward and backward read."""
+        return self.params == self.working
 
     @property
     def states(self) -> tuple[Band, ...]:
-        """The model states that exist under this recipe, in the order in which they are allocated."""
-        return tuple(band for band in MODEL_STATES if self.master or band is not Band.MASTER)
+        """The states of a parameter and its gradient, the optimizer's own left out, in order of allocation."""
+        return (
+            Band.PARAMS,
+            Band.GRADS,
+            *([Band.MAIN_GRADS] if self.main_grads else []),
+            *([Band.MASTER] if self.master else []),
+        )
 
     def dtypes(self, wire: DType) -> dict[Band, DType]:
-        """Which dtype each band has, given the dtype of the ring's blocks."""
+        """Which dtype each band has, given the dtype of the ring's blocks. Buffers have whichever each has."""
+        grads = self.grads or self.working
         return {
-            Band.PARAMS: self.working,
-            Band.GRADS: self.working,
+            Band.PARAMS: self.params,
+            Band.GRADS: grads,
+            Band.MAIN_GRADS: FP32,
             Band.MASTER: FP32,
             Band.EXP_AVG: FP32,
             Band.EXP_AVG_SQ: FP32,
+            Band.MOMENTUM: FP32,
             Band.GATHERED: self.working,
-            Band.UNREDUCED: self.working,
+            Band.UNREDUCED: grads if self.everywhere else self.working,
             Band.BLOCKS: wire,
             Band.ACTIVATIONS: FP32,
+            Band.BUFFERS: FP32,
+            Band.BUCKET: grads,
         }
 
 
 PRECISIONS: Mapping[str, Precision] = {
     row.name: row
-    for row in (Precision("mixed", FP16, True), Precision("bf16", BF16, True), Precision("fp32", FP32, False))
+    for row in (
+        Precision("mixed", FP16, True),
+        Precision("bf16", BF16, True),
+        Precision("fp32", FP32, False),
+        # The recipes of Megatron's table: fp32 gradients instead of, or beside, those of the working copy.
+        Precision("bf16-fp32-grads", BF16, True, grads=FP32),
+        Precision("mixed-main-grads", FP16, True, main_grads=True),
+        # FSDP2's: what is kept is fp32, what is gathered and computed with is bf16.
+        Precision("fsdp", BF16, False, grads=FP32),
+    )
 }
 WIRES: Mapping[str, DType] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}

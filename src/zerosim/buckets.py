@@ -5,69 +5,142 @@ Owns padding and chunks. Must not know communication or the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Shaped
 
-from zerosim.bands import Array, Band, Precision
+from zerosim.bands import Array, Band
 from zerosim.casts import convert
-from zerosim.model import Layer
+from zerosim.layers import Chain, Group, Layer, Model, Role
 from zerosim.ranks import Ranks
+
+COPIES = (Band.PARAMS, Band.MASTER)  # states that start as the parameters; the rest start at zero
 
 
 @dataclass
 class Bucket:
-    """One flat buffer's worth of parameters: a layer, padded with zeros to N equal chunks, and its states.
+    """One flat buffer's worth of parameters: a group, padded with zeros to N equal chunks, and its states.
 
     A state is [R, padded] where every rank holds all of it and [R, chunk] where it is sharded.
     """
 
-    layer: Layer
+    group: Group
     chunk: int
     padded: int
     states: dict[Band, Array]
 
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    @property
+    def size(self) -> int:
+        """P, the logical number of elements."""
+        return self.group.size
+
+    @property
+    def trainable(self) -> bool:
+        return self.group.role is Role.TRAINABLE
+
     def padding(self, ids: Sequence[int]) -> Array:
         """Bytes of padding that each rank of ``ids`` holds: of every state, what is beyond the layer [R]."""
         held = np.zeros(len(ids), np.int64)
-        if self.padded == self.layer.size:
+        if self.padded == self.size:
             return held
         for state in self.states.values():
             start = np.asarray(ids) * self.chunk if state.shape[1] < self.padded else 0
-            beyond = start + state.shape[1] - self.layer.size
+            beyond = start + state.shape[1] - self.size
             held += np.clip(beyond, 0, state.shape[1]) * state.dtype.itemsize
         return held
 
 
+def _to_multiples(group: Group, multiple: int) -> int:
+    return -(-group.size // multiple) * multiple
+
+
+def _by_rows(group: Group, ranks: int) -> int:
+    return sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in group.shapes if shape)
+
+
+# How many elements a group of parameters takes up on N ranks.
+PADDINGS: Mapping[str, Callable[[Group, int], int]] = {
+    "N": _to_multiples,
+    "each": lambda group, ranks: sum(-(-prod(shape) // ranks) * ranks for shape in group.shapes),  # DeepSpeed's stage 3
+    "2N": lambda group, ranks: _to_multiples(group, 2 * ranks),  # DeepSpeed's alignment for NCCL
+    # FSDP2's: each parameter is cut along its first axis. What that adds lies at the end here, not in between.
+    "rows": _by_rows,
+}
+
+
+def split(model: Model, bucket: str | int) -> list[Layer]:
+    """The layers that are gathered and reduced as a whole: the model's, all in one, or some up to a size.
+
+    An integer joins consecutive layers while they have at most so many parameters together.
+    """
+    layers = list(model.layers)
+    if bucket == "layer":
+        return layers
+    if bucket == "model":
+        return [Chain(layers, name="model")]
+    joined: list[list[Layer]] = []
+    for layer in layers:
+        if joined and sum(_size(each) for each in [*joined[-1], layer]) <= int(bucket):
+            joined[-1].append(layer)
+        else:
+            joined.append([layer])
+    return [some[0] if len(some) == 1 else Chain(some, name=f"{some[0].name} to {some[-1].name}") for some in joined]
+
+
+def _size(layer: Layer) -> int:
+    return sum(group.size for group in layer.groups if group.role is not Role.BUFFER)
+
+
+def distinct(layers: Sequence[Layer]) -> list[Group]:
+    """The groups of all layers in order of first appearance: tied ones once."""
+    return list(dict.fromkeys(group for layer in layers for group in layer.groups))
+
+
 def build(
-    layers: Sequence[Layer],
-    initial: Float32[Array, "P"],
+    model: Model,
+    groups: Sequence[Group],
+    padding: str,
     world_size: int,
-    precision: Precision,
+    states: Callable[[Group], Sequence[Band]],
     shards: Callable[[Band], bool],
     ranks: Ranks,
-) -> list[Bucket]:
-    """A bucket per layer, its states allocated and filled: parameters from ``initial``, the rest with zeros.
+) -> Iterator[Bucket]:
+    """A bucket per group, its states allocated and filled: parameters from the model, the rest with zeros.
 
-    ``shards`` says of which states a rank holds only the chunk that it owns.
+    ``states`` says which states a group has, ``shards`` of which of them a rank holds only the
+    chunk that it owns.
     """
-    start, buckets = 0, []
-    for layer in layers:
-        chunk = -(-layer.size // world_size)
-        padded = chunk * world_size
-        whole = np.zeros(padded, np.float32)
-        whole[: layer.size] = initial[start : start + layer.size]
-        start += layer.size
-        states = {}
-        for band in precision.states:
-            length = chunk if shards(band) else padded
-            states[band] = state = ranks.hold(band, (length,), layer.name)
-            if band in (Band.PARAMS, Band.MASTER):
-                for row, rank in enumerate(ranks.ids):
-                    convert(whole if length == padded else whole[rank * chunk : (rank + 1) * chunk], state[row])
-            else:
-                state[...] = 0
-        buckets.append(Bucket(layer, chunk, padded, states))
-    return buckets
+    initial, start = model.initial(), 0
+    for group in groups:
+        if group.role is Role.BUFFER:
+            held = ranks.hold(Band.BUFFERS, (group.size,), group.name, group.dtype)
+            held[...] = model.buffer(group)
+            yield Bucket(group, group.size, group.size, {Band.BUFFERS: held})
+            continue
+        padded = PADDINGS[padding](group, world_size)
+        chunk = padded // world_size
+        whole = np.empty_like(initial, shape=(padded,))
+        whole[: group.size] = initial[start : start + group.size]
+        whole[group.size :] = 0
+        start += group.size
+        filled: dict[Band, Array] = {}
+        for band in states(group):
+            filled[band] = state = ranks.hold(band, (chunk if shards(band) else padded,), group.name)
+            _fill(state, whole if band in COPIES else None, ranks.ids, chunk)
+        yield Bucket(group, chunk, padded, filled)
+
+
+def _fill(state: Shaped[Array, "R n"], whole: Shaped[Array, "L"] | None, ids: Sequence[int], chunk: int) -> None:
+    if whole is None:
+        state[...] = 0
+        return
+    for row, rank in enumerate(ids):
+        same = state.shape[1] == whole.shape[0]
+        convert(whole if same else whole[rank * chunk : (rank + 1) * chunk], state[row])

@@ -64,10 +64,11 @@ def main() -> None:
 )
 @click.option(
     "--precision",
-    type=click.Choice(list(PRECISIONS)),
+    type=click.Choice([name for name, recipe in PRECISIONS.items() if recipe.everywhere]),
     default="mixed",
     show_default=True,
-    help="mixed: fp16 working copy, fp32 master and moments; bf16: the same with bfloat16; fp32: no master.",
+    help="mixed: fp16 working copy, fp32 master and moments; bf16: the same with bfloat16; fp32: no master; "
+    "bf16-fp32-grads, mixed-main-grads: with fp32 gradients instead of, or beside, 16-bit ones.",
 )
 @click.option(
     "--wire", type=click.Choice(list(WIRES)), default="fp32", show_default=True, help="What blocks travel as."

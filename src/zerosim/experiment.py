@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from zerosim import checks, theory
+from zerosim import checks, strict, theory
 from zerosim.data import Pair, batches
 from zerosim.measure import Peak, Report
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
+from zerosim.reference import Reference
 from zerosim.results import (
     Death,
     EventRecord,
@@ -28,6 +29,8 @@ from zerosim.results import (
     TrafficRecord,
 )
 from zerosim.schemes import SCHEMES, Scheme, Stage
+
+STRICT_STEPS = 2  # what the first leaves behind, the second meets
 
 
 def model_of(settings: Settings) -> MLP:
@@ -54,11 +57,23 @@ def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair
     return batches(settings.data, ranks, steps, settings.batch, widths, settings.seed)
 
 
-class Run:
-    """One scheme on N ranks, audited after each step, and alive until a hold passes its card's capacity."""
+def plain_training(settings: Settings, ranks: int) -> Reference:
+    """What all schemes on so many ranks are held against."""
+    return Reference(1, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire)
 
-    def __init__(self, stage: Stage, settings: Settings, model: MLP, ranks: int) -> None:
+
+class Run:
+    """One scheme on N ranks, audited after each step, and alive until a hold passes its card's capacity.
+
+    ``plain`` is the training that it is held against; runs in lockstep may share one.
+    """
+
+    def __init__(
+        self, stage: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None
+    ) -> None:
         self.stage = stage
+        self._settings = settings
+        self._plain = plain or plain_training(settings, ranks)
         self.job = job_of(settings, model, SCHEMES.index(stage), ranks)
         self.capacity = settings.capacity
         self.death: Death | None = None
@@ -95,6 +110,9 @@ class Run:
         except OutOfMemory as error:
             self._die(error, len(self._all_reports()))
         else:
+            step = len(self.reports)
+            self._plain.reach(step, batch)
+            self.failures += checks.beside(self.scheme, self._plain, step)
             self.failures += checks.audit(self.scheme, self.reports[-1], self.job)
 
     def _die(self, error: OutOfMemory, step: int) -> None:
@@ -106,8 +124,14 @@ class Run:
         return self.capacity is None or sum(theory.peak(self.job).values()) <= self.capacity
 
     def finish(self) -> list[Failure]:
-        """All that did not hold, survival on the card included."""
-        return self.failures + checks.survival(self.stage.name, self.job.ranks, self.death, self.survives_predicted())
+        """All that did not hold, survival on the card included, and what a stricter world has found."""
+        failures = self.failures + checks.survival(
+            self.stage.name, self.job.ranks, self.death, self.survives_predicted()
+        )
+        if self.alive:
+            ranks = self.job.ranks
+            failures += strict.run(self.stage, self._settings, ranks, batches_of(self._settings, ranks, STRICT_STEPS))
+        return failures
 
     def record(self) -> SchemeRecord:
         reports = self._all_reports()
@@ -158,7 +182,10 @@ def _peak_record(peak: Peak) -> PeakRecord:
 
 
 def _event_records(report: Report) -> list[EventRecord]:
-    return [EventRecord(**event._asdict()) for event in report.events]
+    return [
+        EventRecord(**{field: getattr(event, field) for field in EventRecord.__struct_fields__})
+        for event in report.events
+    ]
 
 
 def _step_record(report: Report) -> StepRecord:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from zerosim import artefacts, checks, preflight, theory
+from zerosim.bands import PRECISIONS
 from zerosim.data import DATA
 from zerosim.experiment import Run, batches_of, job_of, model_of
 from zerosim.model import MLP
@@ -60,6 +61,10 @@ def validate(settings: Settings) -> None:
         bucket="layer",
         capacity=settings.capacity,
     )
+    if not PRECISIONS[settings.precision].everywhere:
+        raise ValueError(
+            f"lab(precision): {settings.precision} exists under ZeRO-3 alone, and the lab compares all four. Use bf16."
+        )
     preflight.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
     preflight.check_memory(
@@ -134,7 +139,7 @@ def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
     advance("gathering the whole model at once")
     gather = artefacts.whole_model_gather(settings, model) if several else None
     advance("a narrow wire")
-    narrow = artefacts.narrow_wire(settings, model) if several and settings.precision != "fp32" else None
+    narrow = artefacts.narrow_wire(settings, model) if several and settings.precision in artefacts.NARROW else None
     advance("buckets of another size in one scheme")
     bucket = artefacts.whole_model_bucket(settings, model) if several else {}
     return Artefacts(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)

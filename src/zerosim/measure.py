@@ -53,6 +53,7 @@ class Event(NamedTuple):
     held: int  # bytes that a rank holds after it
     seconds: float  # since the step began
     phase: Phase  # what the step was busy with
+    count: int = 0  # messages of a SEND, FLOPs of a COMPUTE; per rank
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class Ledger:
         self.reports: list[Report] = []
         self.phase = Phase.OTHER
         self._clock = clock
+        self._uncredited = 0  # FLOPs that no entry of the log has yet
         self._without = 0  # the total less the bands that are apart
         self._open = Report(step=0)  # what happens before the first step is booked here
         self._closed_sent: Counts = np.zeros(rows, np.int64)
@@ -190,16 +192,18 @@ class Ledger:
         traffic = self._open.traffic.get(key)
         if traffic is None:
             traffic = self._open.traffic[key] = Traffic(self.rows)
-        before = int(traffic.sent.max(initial=0))
+        sent, messages = int(traffic.sent.max(initial=0)), traffic.messages
         with self.during(Phase.COMMUNICATION):
             yield traffic
-            self._log(EventKind.SEND, collective, unit, int(traffic.sent.max(initial=0)) - before)
+            sent = int(traffic.sent.max(initial=0)) - sent
+            self._log(EventKind.SEND, collective, unit, sent, traffic.messages - messages)
 
     # -- work and time
 
     def flops(self, count: int) -> None:
         """Floating-point operations that each rank has just done, booked under the phase."""
         self._open.flops[self.phase] = self._open.flops.get(self.phase, 0) + count
+        self._uncredited += count
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -217,11 +221,14 @@ class Ledger:
         return previous
 
     def computed(self, unit: str) -> None:
-        """Log that the phase's arithmetic for ``unit`` is done."""
-        self._log(EventKind.COMPUTE, self.phase, unit, 0)
+        """Log that the phase's arithmetic for ``unit`` is done, with the FLOPs since the last such entry."""
+        self._log(EventKind.COMPUTE, self.phase, unit, 0, self._uncredited)
+        self._uncredited = 0
 
-    def _log(self, kind: EventKind, name: str, unit: str, nbytes: int) -> None:
-        self._open.events.append(Event(kind, name, unit, nbytes, self.total, self._clock() - self._started, self.phase))
+    def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, count: int = 0) -> None:
+        self._open.events.append(
+            Event(kind, name, unit, nbytes, self.total, self._clock() - self._started, self.phase, count)
+        )
 
     # -- steps
 

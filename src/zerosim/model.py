@@ -1,4 +1,4 @@
-"""Layers with an explicit forward and backward and a flat layout; the MLP and its loss.
+"""The linear layer with an explicit forward and backward and a flat layout; the MLP and its loss.
 
 Must not know ranks or sharding: the leading axis of every array is "copies of the model",
 each with weights and data of its own. Parameters arrive as one flat row per copy, in the
@@ -10,62 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
+from zerosim import preflight
 from zerosim.bands import FP32, Array
 from zerosim.casts import convert
+from zerosim.layers import Chain, Group, Workspace
 
 _REGISTER_BYTES = 4 * 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
-
-
-@runtime_checkable
-class Workspace(Protocol):
-    """What a layer may ask of the world: room for activations, and a counter of its FLOPs."""
-
-    def hold(self, *shape: int) -> Array: ...
-
-    def free(self, array: Array) -> None: ...
-
-    def flops(self, count: int) -> None: ...
-
-
-@runtime_checkable
-class Layer(Protocol):
-    """A function of flat parameters with a backward.
-
-    A layer owns the activation it returns and frees it in its backward, together with the
-    gradient that it is handed; its input is its producer's to free.
-    """
-
-    name: str
-    size: int
-    """P, the logical number of parameters."""
-
-    def init(self, rng: np.random.Generator) -> Float[Array, "P"]:
-        """Fresh parameters [P], fp32."""
-        ...
-
-    def forward(
-        self, params: Shaped[Array, "R L"], x: Float[Array, "R B I"], work: Workspace
-    ) -> tuple[Float[Array, "R B O"], Any]:
-        """The output [R, B, O] for ``params`` [R, P or more] and ``x`` [R, B, I], and what backward needs."""
-        ...
-
-    def backward(
-        self,
-        params: Shaped[Array, "R L"],
-        saved: Any,
-        dy: Float[Array, "R B O"],
-        grads: Shaped[Array, "R L"],
-        work: Workspace,
-        *,
-        need_dx: bool,
-    ) -> Float[Array, "R B I"] | None:
-        """Write the gradients to ``grads`` [R, P or more], in its dtype; return dx [R, B, I] if it is needed."""
-        ...
 
 
 class Linear:
@@ -74,6 +29,7 @@ class Linear:
     def __init__(self, fan_in: int, fan_out: int, *, relu: bool, name: str) -> None:
         self.fan_in, self.fan_out, self.relu, self.name = fan_in, fan_out, relu, name
         self.size = fan_in * fan_out + fan_out
+        self.groups: tuple[Group, ...] = (Group(name, ((fan_in, fan_out), (fan_out,))),)
 
     def init(self, rng: np.random.Generator) -> Float[Array, "P"]:
         """He's initialisation (arXiv 1502.01852) and zero biases."""
@@ -159,52 +115,6 @@ def _as_fp32(values: Array, register: Array) -> Array:
     return register
 
 
-class Chain:
-    """Layers one after another, itself a layer: the flat layout is theirs, end to end."""
-
-    def __init__(self, layers: Sequence[Layer], *, name: str) -> None:
-        self.layers, self.name = tuple(layers), name
-        self.size = sum(layer.size for layer in layers)
-
-    def init(self, rng: np.random.Generator) -> Float[Array, "P"]:
-        return np.concatenate([layer.init(rng) for layer in self.layers])
-
-    def forward(
-        self, params: Shaped[Array, "R L"], x: Float[Array, "R B I"], work: Workspace
-    ) -> tuple[Float[Array, "R B O"], Any]:
-        saved = []
-        for layer, part in self._parts():
-            x, kept = layer.forward(params[:, part], x, work)
-            saved.append(kept)
-        return x, saved
-
-    def backward(
-        self,
-        params: Shaped[Array, "R L"],
-        saved: Any,
-        dy: Float[Array, "R B O"],
-        grads: Shaped[Array, "R L"],
-        work: Workspace,
-        *,
-        need_dx: bool,
-    ) -> Float[Array, "R B I"] | None:
-        parts = list(self._parts())
-        for index in reversed(range(len(parts))):
-            layer, part = parts[index]
-            wanted = need_dx or index > 0
-            dx = layer.backward(params[:, part], saved[index], dy, grads[:, part], work, need_dx=wanted)
-            if dx is None:
-                return None
-            dy = dx
-        return dy
-
-    def _parts(self) -> Iterator[tuple[Layer, slice]]:
-        start = 0
-        for layer in self.layers:
-            yield layer, slice(start, start + layer.size)
-            start += layer.size
-
-
 class MLP(Chain):
     """A multi-layer perceptron with ReLU between layers, trained to least squares.
 
@@ -223,13 +133,11 @@ class MLP(Chain):
             )
         self.widths, self.seed = tuple(map(int, widths)), int(seed)
         last = len(widths) - 2
-        super().__init__(
-            [
-                Linear(fan_in, fan_out, relu=index < last, name=f"layer {index + 1}")
-                for index, (fan_in, fan_out) in enumerate(pairwise(self.widths))
-            ],
-            name="model",
-        )
+        self.linears = [
+            Linear(fan_in, fan_out, relu=index < last, name=f"layer {index + 1}")
+            for index, (fan_in, fan_out) in enumerate(pairwise(self.widths))
+        ]
+        super().__init__(self.linears, name="model")
 
     @property
     def n_params(self) -> int:
@@ -238,7 +146,17 @@ class MLP(Chain):
 
     def initial(self) -> Float[Array, "P"]:
         """The initial parameters [P], fp32: the same at every call."""
-        return self.init(np.random.default_rng(self.seed))
+        rng = np.random.default_rng(self.seed)
+        return np.concatenate([layer.init(rng) for layer in self.linears])
+
+    def buffer(self, group: Group) -> Array:
+        raise AssertionError(f"A perceptron has no buffers; asked for {group.name}.")
+
+    def check(
+        self, batch: Sequence[tuple[Array, Array]], ranks: int
+    ) -> tuple[Float[Array, "R B I"], Float[Array, "R B O"]]:
+        """One (x [B, I], y [B, O]) of finite float32 per rank, B the same everywhere."""
+        return preflight.check_batch(batch, ranks, self.widths[0], self.widths[-1])
 
     def loss(
         self, y: Float[Array, "R B O"], target: Float[Array, "R B O"], work: Workspace

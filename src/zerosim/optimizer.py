@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Float32
 
-from zerosim.bands import Array
+from zerosim.bands import Array, Band
 from zerosim.casts import convert
 
 _BLOCK = 32_768  # elements that go through all thirteen operations while they are in the cache
@@ -27,6 +27,8 @@ class Adam:
     The operations and their order are those of torch.optim.Adam's for-loop form, so that
     the moments can be compared with it bit for bit.
     """
+
+    states: ClassVar[tuple[Band, ...]] = (Band.EXP_AVG, Band.EXP_AVG_SQ)
 
     lr: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
@@ -88,3 +90,52 @@ class Adam:
                     operation(a, out=out) if b is None else operation(a, b, out=out)
                 done += len(operations) * p.shape[0] * p.shape[1]
         flops(done // rows)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent, with momentum unless it is 0 (heavy ball, Polyak 1964).
+
+    The operations and their order are those of torch.optim.SGD without dampening, whose first
+    momentum is the first gradient: a momentum that starts at zero comes to the same.
+    """
+
+    lr: float = 1e-2
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.lr, (int, float)) and 0 < self.lr < inf):
+            raise ValueError(f"SGD(lr): a positive, finite number is needed; got {self.lr!r}.")
+        if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
+            raise ValueError(f"SGD(momentum): a number in [0, 1) is needed; got {self.momentum!r}.")
+
+    @property
+    def states(self) -> tuple[Band, ...]:
+        """The bands that it keeps: the momentum, if there is any."""
+        return (Band.MOMENTUM,) if self.momentum else ()
+
+    def update(
+        self,
+        params: Float32[Array, "R n"],
+        grads: Float[Array, "R n"],
+        momentum: Float32[Array, "R n"] | None = None,
+        *,
+        step: int,
+        flops: Callable[[int], None],
+    ) -> None:
+        """Update ``params`` and ``momentum`` [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
+
+        ``step`` is not used. ``flops`` is told the operations done per row. The temporary is a register.
+        """
+        descent = np.empty_like(params)
+        convert(grads, descent)
+        operations = 2
+        if momentum is not None:
+            np.multiply(momentum, self.momentum, out=momentum)
+            np.add(momentum, descent, out=momentum)
+            np.multiply(momentum, self.lr, out=descent)
+            operations += 2
+        else:
+            np.multiply(descent, self.lr, out=descent)
+        np.subtract(params, descent, out=params)
+        flops(operations * params.shape[1])

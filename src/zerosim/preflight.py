@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from zerosim.bands import PRECISIONS, WIRES, Array
+from zerosim.bands import PRECISIONS, WIRES, Array, Band
 
 GATHERS = BUCKETS = ("layer", "model")
 
@@ -39,21 +39,58 @@ def positive_int(call: str, option: str, value: object) -> None:
         raise ValueError(f"{call}({option}): {option} must be a positive integer; got {value!r}. Pass 1 or more.")
 
 
-def check_options(ranks: Any, *, precision: Any, wire: Any, gather: Any, bucket: Any, capacity: Any) -> None:
+def check_options(
+    ranks: Any,
+    *,
+    precision: Any,
+    wire: Any,
+    gather: Any,
+    bucket: Any,
+    capacity: Any,
+    wire_params: Any = None,
+    prefetch: Any = 0,
+    accumulate: Any = 1,
+    all_reduce: Any = False,
+    checkpoint: Any = False,
+) -> None:
     """The options of a Scheme, one by one and together."""
     positive_int("Scheme", "ranks", ranks)
     one_of("Scheme", "precision", precision, PRECISIONS)
     one_of("Scheme", "wire", wire, WIRES)
     one_of("Scheme", "gather", gather, GATHERS)
-    one_of("Scheme", "bucket", bucket, BUCKETS)
+    if isinstance(bucket, str):
+        one_of("Scheme", "bucket", bucket, BUCKETS)
+    else:
+        positive_int("Scheme", "bucket", bucket)
     if capacity is not None:
         positive_int("Scheme", "capacity", capacity)
-    working = PRECISIONS[precision].working
-    if wire != "fp32" and WIRES[wire] != working:
+    positive_int("Scheme", "accumulate", accumulate)
+    if prefetch != 0 or isinstance(prefetch, bool):
+        positive_int("Scheme", "prefetch", prefetch)
+    for option, value in (("all_reduce", all_reduce), ("checkpoint", checkpoint)):
+        instance_of("Scheme", option, value, bool)
+    row = PRECISIONS[precision]
+    grads = row.dtypes(WIRES[wire])[Band.UNREDUCED]
+    if wire_params is None:
+        wire_params = wire
+    else:
+        one_of("Scheme", "wire_params", wire_params, WIRES)
+    for option, given, carried in (("wire", wire, grads), ("wire_params", wire_params, row.working)):
+        if given != "fp32" and WIRES[given] != carried:
+            option = "wire" if given == wire else option
+            raise ValueError(
+                f"Scheme({option}): the wire must carry the working copy exactly, or the gathered copies would differ "
+                f"from their owners' and the stages from each other; {given} does not carry precision={precision!r} "
+                f"({carried}). Use {option}='fp32'{', or the dtype of the working copy' * (carried != 'float32')}."
+            )
+
+
+def divides(call: str, option: str, parts: int, rows: int) -> None:
+    """Refuse a batch whose rows cannot be cut into equal micro-batches."""
+    if rows % parts:
         raise ValueError(
-            f"Scheme(wire): the wire must carry the working copy exactly, or the gathered copies would differ from "
-            f"their owners' and the stages from each other; {wire} does not carry precision={precision!r} ({working}). "
-            f"Use wire='fp32'{'' if precision == 'fp32' else ', or the dtype of the working copy'}."
+            f"{call}: {option}={parts} cuts a rank's rows into as many equal micro-batches; {rows} rows cannot be. "
+            f"Pass a multiple of {parts} rows."
         )
 
 

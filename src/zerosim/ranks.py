@@ -16,6 +16,8 @@ from typing import overload
 from zerosim.bands import Array, Band, DType
 from zerosim.measure import Ledger
 
+MANIFOLD = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
+
 
 class OutOfMemory(MemoryError):
     """A hold would have passed the card's capacity. Nothing was allocated; the ledger stands as it was.
@@ -64,12 +66,19 @@ class Ranks:
         self._live: dict[int, _Allocation] = {}
         self._spare: dict[tuple[tuple[int, ...], DType], list[Array]] = {}  # freed, to be handed out again
 
-    def hold(self, band: Band, shape: tuple[int, ...], unit: str = "") -> Array:
+    def hold(self, band: Band, shape: tuple[int, ...], unit: str = "", dtype: DType | None = None) -> Array:
         """Allocate [R, *shape] of the band's own dtype, so that nothing wider slips in; contents undefined.
 
+        The bands in ``MANIFOLD`` are of no one dtype, and ``dtype`` may say which; ValueError for any other.
         Raises OutOfMemory, before allocating, if a card's capacity would be passed.
         """
-        dtype = self.dtypes[band]
+        if dtype is None:
+            dtype = self.dtypes[band]
+        elif band not in MANIFOLD and dtype != self.dtypes[band]:
+            raise ValueError(
+                f"Ranks.hold(dtype): {band} is held in {self.dtypes[band]} here; got {dtype}. Leave dtype out, or "
+                f"choose another precision."
+            )
         if self.capacity is not None:
             asked = dtype.itemsize
             for side in shape:
@@ -146,15 +155,18 @@ class Rank:
 
 
 class Workspace:
-    """``hold`` and ``free`` for one band: what a room that needs scratch, but must not know bands, is handed."""
+    """``hold`` and ``free`` for one band: what a room that needs scratch, but must not know bands, is handed.
 
-    def __init__(self, ranks: Ranks, band: Band) -> None:
-        self._ranks, self._band = ranks, band
+    ``dtype`` is what it allocates when it isn't told, if that is not the band's usual one.
+    """
+
+    def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
+        self._ranks, self._band, self._dtype = ranks, band, dtype
         self.unit = ""  # whose scratch it is at the moment
 
-    def hold(self, *shape: int) -> Array:
+    def hold(self, *shape: int, dtype: DType | None = None) -> Array:
         """Allocate [R, *shape] in the band."""
-        return self._ranks.hold(self._band, shape, self.unit)
+        return self._ranks.hold(self._band, shape, self.unit, dtype or self._dtype)
 
     def free(self, array: Array) -> None:
         """Give it back."""

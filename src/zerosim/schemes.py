@@ -10,23 +10,26 @@ parameters the ranks share out (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from zerosim import preflight
 from zerosim.bands import FP32, MODEL_STATES, PRECISIONS, WIRES, Array, Band, Precision
-from zerosim.buckets import Bucket, build
+from zerosim.buckets import PADDINGS, Bucket, build, distinct, split
 from zerosim.casts import convert
 from zerosim.comm import Comm, LocalRing, Ring
+from zerosim.gradients import SYNCS, Gradients
+from zerosim.layers import Checkpointed, Group, Model, Role
 from zerosim.measure import Ledger, Phase, Report
-from zerosim.model import MLP
-from zerosim.optimizer import Adam
+from zerosim.optimizer import SGD, Adam
+from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
+
+LASTING = (*MODEL_STATES, Band.BUFFERS, Band.BUCKET)  # what outlives a step
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Stage:
                 f"this order."
             )
 
-    def __call__(self, model: MLP, ranks: int, **options: Any) -> Scheme:
+    def __call__(self, model: Model, ranks: int, **options: Any) -> Scheme:
         return Scheme(self, model, ranks, **options)
 
     def shards(self, band: Band) -> bool:
@@ -55,7 +58,9 @@ class Stage:
             return self.params
         return self.grads if band is Band.GRADS else self.optimizer
 
-    def footprint(self, sizes: Sequence[int], ranks: int, precision: Precision) -> int:
+    def footprint(
+        self, sizes: Sequence[int], ranks: int, precision: Precision, moments: Sequence[Band] = Adam.states
+    ) -> int:
         """Bytes that one of ``ranks`` ranks will need for buckets of these sizes, activations and ring left out.
 
         For deciding whether to start at all: the model states, and the largest bucket's whole
@@ -66,7 +71,7 @@ class Stage:
         states = sum(
             dtypes[band].itemsize * chunk * (1 if self.shards(band) else ranks)
             for chunk in chunks
-            for band in precision.states
+            for band in (*precision.states, *moments)
         )
         return states + (self.params + self.grads) * precision.working.itemsize * max(chunks) * ranks
 
@@ -78,14 +83,16 @@ ZeRO3 = Stage("ZeRO-3", optimizer=True, grads=True, params=True)
 SCHEMES = (DP, ZeRO1, ZeRO2, ZeRO3)
 
 
-def _check_memory(stage: Stage, sizes: Sequence[int], ranks: int, precision: Precision) -> None:
+def _check_memory(
+    stage: Stage, sizes: Sequence[int], ranks: int, precision: Precision, moments: Sequence[Band]
+) -> None:
     """Refuse N ranks in this process that the machine has no memory for, and say what would fit."""
     there = [1 << power for power in reversed(range((ranks - 1).bit_length()))]
     others = [(other, ranks) for other in SCHEMES] + [(stage, fewer) for fewer in there]
     preflight.check_memory(
         f"{stage.name} on {ranks} ranks",
-        ranks * stage.footprint(sizes, ranks, precision),
-        {f"{other.name} on {n}": n * other.footprint(sizes, n, precision) for other, n in others},
+        ranks * stage.footprint(sizes, ranks, precision, moments),
+        {f"{other.name} on {n}": n * other.footprint(sizes, n, precision, moments) for other, n in others},
     )
 
 
@@ -94,11 +101,20 @@ class Scheme:
 
     Options, all by keyword:
 
-    * ``precision``: ``"mixed"`` (fp16 working copy, fp32 master and moments), ``"bf16"``, ``"fp32"``.
-    * ``wire``: the dtype that blocks travel in, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-    * ``gather``: ZeRO-3 gathers ``"layer"`` by layer and releases at once, or the whole ``"model"``.
-    * ``bucket``: one flat buffer per ``"layer"``, or one for the ``"model"``.
-    * ``optimizer``: an ``Adam``.
+    * ``precision``: ``"mixed"`` (fp16 working copy, fp32 master and moments), ``"bf16"``, ``"fp32"``, or
+      another of ``bands.PRECISIONS``.
+    * ``wire``: the dtype that blocks travel in, ``"fp32"``, ``"fp16"`` or ``"bf16"``; ``wire_params`` that
+      of parameters, if it is another.
+    * ``gather``: ZeRO-3 gathers ``"layer"`` by layer and releases at once, or the whole ``"model"``;
+      ``prefetch``: how many further layers it gathers before one computes.
+    * ``bucket``: one flat buffer per ``"layer"``, one for the ``"model"``, or an integer: consecutive layers
+      share one while they have at most so many parameters together.
+    * ``padding``: buffers are padded to a multiple of ``"N"`` or ``"2N"``, or by ``"rows"`` of each parameter.
+    * ``accumulate``: a step's batch is cut into so many micro-batches; ``sync`` says whether gradients are
+      reduced after ``"each"`` or at the ``"end"``, by default at the end where every rank keeps them whole.
+    * ``all_reduce``: ZeRO-1 and -2 all-reduce gradients instead of reduce-scattering them.
+    * ``checkpoint``: a layer keeps only its input and runs forward again in its backward.
+    * ``optimizer``: an ``Adam`` or ``SGD``.
     * ``capacity``: bytes of memory of one rank's card; ``OutOfMemory`` is raised by the hold that would pass it.
     * ``ring``: the world; all N ranks in this process unless told otherwise.
     * ``collectives``: what runs over it, a ``Comm`` or something with its face.
@@ -107,28 +123,49 @@ class Scheme:
     def __init__(
         self,
         stage: Stage,
-        model: MLP,
+        model: Model,
         ranks: int,
         *,
         precision: str = "mixed",
         wire: str = "fp32",
+        wire_params: str | None = None,
         gather: str = "layer",
-        bucket: str = "layer",
-        optimizer: Adam | None = None,
+        prefetch: int = 0,
+        bucket: str | int = "layer",
+        padding: str = "N",
+        accumulate: int = 1,
+        sync: str | None = None,
+        all_reduce: bool = False,
+        checkpoint: bool = False,
+        optimizer: Adam | SGD | None = None,
         capacity: int | None = None,
         ring: Ring | None = None,
         collectives: type[Comm] = Comm,
     ) -> None:
-        preflight.check_options(ranks, precision=precision, wire=wire, gather=gather, bucket=bucket, capacity=capacity)
-        preflight.instance_of("Scheme", "model", model, MLP)
-        preflight.instance_of("Scheme", "optimizer", optimizer, Adam | None)
+        preflight.check_options(
+            ranks, precision=precision, wire=wire, wire_params=wire_params, gather=gather, prefetch=prefetch,
+            bucket=bucket, accumulate=accumulate, capacity=capacity, all_reduce=all_reduce, checkpoint=checkpoint,
+        )  # fmt: skip
+        preflight.one_of("Scheme", "padding", padding, PADDINGS)
+        if sync is not None:
+            preflight.one_of("Scheme", "sync", sync, SYNCS)
+        preflight.instance_of("Scheme", "model", model, Model)
+        preflight.instance_of("Scheme", "optimizer", optimizer, Adam | SGD | None)
         ranks = int(ranks)  # NumPy's integers overflow
         self.stage, self.name, self.model = stage, stage.name, model
-        self.precision, self.gather = PRECISIONS[precision], gather
+        self.precision, self.gather, self.accumulate = PRECISIONS[precision], gather, int(accumulate)
+        if not (self.precision.everywhere or stage.params):
+            raise ValueError(
+                f"Scheme(precision): under {precision!r} the 16-bit copy exists only while it is gathered, and "
+                f"{stage.name} gathers nothing. Use ZeRO-3, or precision='bf16'."
+            )
         self.optimizer = optimizer or Adam()
-        layers = model.layers if bucket == "layer" else (model,)
+        self.layers = split(model, bucket)
+        if checkpoint:
+            self.layers = [Checkpointed(layer) for layer in self.layers]
+        groups = distinct(self.layers)
         if ring is None:
-            _check_memory(stage, [layer.size for layer in layers], ranks, self.precision)
+            _check_memory(stage, [group.size for group in groups], ranks, self.precision, self.optimizer.states)
         self.ring = ring or LocalRing(ranks)
         if self.ring.size != ranks:
             raise ValueError(
@@ -138,30 +175,51 @@ class Scheme:
         self.shard = stage if ranks > 1 else DP
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
         self.ranks = Ranks(self.ring.ids, self.precision.dtypes(WIRES[wire]), self.ledger, self.ring.empty, capacity)
-        self.comm = collectives(self.ring, WIRES[wire], Workspace(self.ranks, Band.BLOCKS), self.ledger)
+        self.comm, self._gathers = (
+            collectives(self.ring, dtype, Workspace(self.ranks, Band.BLOCKS, dtype), self.ledger)
+            for dtype in (WIRES[wire], WIRES[wire_params or wire])
+        )
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
-        self._gathered: dict[str, Array] = {}
-        self.updates = 0  # Adam's step count
-        self.buckets = build(layers, model.initial(), ranks, self.precision, self.shard.shards, self.ranks)
+        self.updates = 0  # the optimizer's step count
+        self.buckets = list(build(model, groups, padding, ranks, self._states, self.shard.shards, self.ranks))
+        by_group = dict(zip(groups, self.buckets, strict=True))
+        self._parameters = Parameters(
+            by_group, self.ranks, self._gather,
+            sharded=self.shard.params, ahead=int(prefetch), at_once=gather == "model",
+        )  # fmt: skip
+        self._gradients = Gradients(
+            self.shard, by_group, self.layers, self.comm, self.ranks,
+            micro_batches=self.accumulate,
+            each=self.shard.grads if sync is None else sync == "each",
+            all_reduce=bool(all_reduce),
+        )  # fmt: skip
+
+    @property
+    def states(self) -> tuple[Band, ...]:
+        """The model states that exist under this precision and optimizer, in the order of allocation."""
+        return (*self.precision.states, *self.optimizer.states)
+
+    def _states(self, group: Group) -> tuple[Band, ...]:
+        return self.states if group.role is Role.TRAINABLE else (Band.PARAMS,)
 
     # -- the step
 
-    def step(self, batch: Sequence[tuple[Array, Array]]) -> float:
-        """Train on one (x [B, I], y [B, O]) fp32 pair per rank of this process; return the mean loss before it.
+    def step(self, batch: Sequence[tuple[Any, Any]]) -> float:
+        """Train on one (x [B, ...], y [B, ...]) pair per rank of this process; return the mean loss before it.
 
         Raises ValueError or TypeError, before anything changes, for a batch that does not
         fit; OutOfMemory if a card's capacity would be passed, with the report up to there.
         """
-        given = preflight.check_batch(batch, len(self.ring.ids), self.model.widths[0], self.model.widths[-1])
+        x, y = self.model.check(batch, len(self.ring.ids))
+        preflight.divides("step(batch)", "accumulate", self.accumulate, x.shape[1])
+        rows = x.shape[1] // self.accumulate
         with self.ledger.step() as report:
             try:
-                x, target = (self._load(array) for array in given)
-                with self._whole_model(), self.ledger.during(Phase.FORWARD):
-                    y, saved = self._forward(x)
-                losses, dy = self.model.loss(y, target, self._work)
-                with self._whole_model(), self.ledger.during(Phase.BACKWARD):
-                    self._backward(saved, dy)
-                self._work.free(x)
+                self._gradients.begin()
+                losses = []
+                for start in range(0, x.shape[1], rows):
+                    some = slice(start, start + rows)
+                    losses.append(self._micro_batch(x[:, some], y[:, some], last=start + rows == x.shape[1]))
                 with self.ledger.during(Phase.OPTIMIZER):
                     self._update()
                 report.loss = float(np.mean(losses))
@@ -171,108 +229,78 @@ class Scheme:
                 self._abandon()
                 raise
 
-    def _load(self, given: Float[Array, "R B I"]) -> Float[Array, "R B I"]:
+    def _micro_batch(self, given: Shaped[Array, "R ..."], wanted: Shaped[Array, "R ..."], *, last: bool) -> Any:
+        """Forward and backward on some rows of the batch; the loss of each rank [R]."""
+        x, target = self._load(given), self._load(wanted)
+        with self._parameters.for_pass(self.layers), self.ledger.during(Phase.FORWARD):
+            y, saved = self._forward(x)
+        losses, dy = self.model.loss(y, target, self._work)
+        with self._parameters.for_pass(self.layers), self.ledger.during(Phase.BACKWARD):
+            self._backward(saved, dy, last)
+        self._work.free(x)
+        return losses
+
+    def _load(self, given: Shaped[Array, "R ..."]) -> Shaped[Array, "R ..."]:
         self._work.unit = "batch"
-        held = self._work.hold(*given.shape[1:])
+        held = self._work.hold(*given.shape[1:], dtype=given.dtype)
         held[...] = given
         return held
 
-    def _forward(self, x: Float[Array, "R B I"]) -> tuple[Float[Array, "R B O"], list[Any]]:
+    def _forward(self, x: Shaped[Array, "R ..."]) -> tuple[Shaped[Array, "R ..."], list[Any]]:
         saved = []
-        for bucket in self.buckets:
-            with self._params(bucket) as params:
-                self._work.unit = bucket.layer.name
-                x, kept = bucket.layer.forward(params, x, self._work)
-                self.ledger.computed(bucket.layer.name)
+        for index, layer in enumerate(self.layers):
+            with self._parameters.of(self.layers, index) as params:
+                self._work.unit = layer.name
+                x, kept = layer.forward(params, x, self._work)
+                self.ledger.computed(layer.name)
                 saved.append(kept)
         return x, saved
 
-    def _backward(self, saved: list[Any], dy: Float[Array, "R B O"]) -> None:
-        for index in reversed(range(len(self.buckets))):
-            bucket = self.buckets[index]
-            with self._params(bucket) as params:
-                grads = self._full_grads(bucket)
-                grads[:, bucket.layer.size :] = 0
-                self._work.unit = bucket.layer.name
-                dx = bucket.layer.backward(params, saved[index], dy, grads, self._work, need_dx=index > 0)
-                self.ledger.computed(bucket.layer.name)
+    def _backward(self, saved: list[Any], dy: Shaped[Array, "R ..."], last: bool) -> None:
+        order = self.layers[::-1]
+        for index, layer in enumerate(order):
+            with self._parameters.of(order, index) as params:
+                grads = self._gradients.room(layer)
+                self._work.unit = layer.name
+                dx = layer.backward(params, saved.pop(), dy, grads, self._work, need_dx=layer is not order[-1])
+                self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx
-            self._reduce(bucket, grads)
+            self._gradients.written(layer, last=last)
 
     def _update(self) -> None:
-        """Adam on what each rank owns; then, where the parameters are whole but their owners many, a gather."""
+        """The optimizer on what each rank owns; then, where parameters are whole but their owners many, a gather."""
         self.updates += 1
-        for bucket in self.buckets:
+        trainable = [bucket for bucket in self.buckets if bucket.trainable]
+        for bucket in trainable:
             params, grads = bucket.states[Band.PARAMS], bucket.states[Band.GRADS]
             if self.shard.optimizer:
                 params = params if self.shard.params else self.comm.own(params)
                 grads = grads if self.shard.grads else self.comm.own(grads)
+            if (main := bucket.states.get(Band.MAIN_GRADS)) is not None:
+                convert(grads, main)
+                grads = main
             master = bucket.states.get(Band.MASTER, params)
-            moments = bucket.states[Band.EXP_AVG], bucket.states[Band.EXP_AVG_SQ]
-            self.optimizer.update(master, grads, *moments, self.updates, self.ledger.flops)
+            moments = {str(band): bucket.states[band] for band in self.optimizer.states}
+            self.optimizer.update(master, grads, **moments, step=self.updates, flops=self.ledger.flops)
             if master is not params:
                 convert(master, params)
-            self.ledger.computed(bucket.layer.name)
+            self.ledger.computed(bucket.name)
         if self.shard.optimizer and not self.shard.params:
-            for bucket in self.buckets:
+            for bucket in trainable:
                 self._all_gather(bucket, bucket.states[Band.PARAMS], None)
 
-    # -- what the stage decides
-
-    def _full_grads(self, bucket: Bucket) -> Array:
-        """Where backward writes: the gradients themselves, or room for the layer until they are reduced."""
-        if self.shard.grads:
-            return self.ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.layer.name)
-        return bucket.states[Band.GRADS]
-
-    def _reduce(self, bucket: Bucket, grads: Array) -> None:
-        """Average the gradients over the ranks: everywhere, or only where they will be needed."""
-        options: dict[str, Any] = {"scale": 1 / self.ring.size, "band": Band.GRADS, "unit": bucket.layer.name}
-        if not self.shard.optimizer:
-            if self.ring.size > 1:
-                self.comm.all_reduce(grads, bucket.layer.size, **options)
-            return
-        own = bucket.states[Band.GRADS] if self.shard.grads else self.comm.own(grads)
-        self.comm.reduce_scatter(grads, own, bucket.layer.size, **options)
-        if self.shard.grads:
-            self.ranks.free(grads)
-
-    @contextmanager
-    def _params(self, bucket: Bucket) -> Iterator[Array]:
-        """A layer's full parameters [R, padded], gathered for as long as the block lasts if they are sharded."""
-        if not self.shard.params:
-            yield bucket.states[Band.PARAMS]
-        elif bucket.layer.name in self._gathered:
-            yield self._gathered[bucket.layer.name]
-        else:
-            full = self._gather(bucket)
-            yield full
-            self.ranks.free(full)
-
-    @contextmanager
-    def _whole_model(self) -> Iterator[None]:
-        """With gather="model", everything is gathered at once and released together, as a toy would do it."""
-        if self.shard.params and self.gather == "model":
-            self._gathered = {bucket.layer.name: self._gather(bucket) for bucket in self.buckets}
-        yield
-        for full in self._gathered.values():
-            self.ranks.free(full)
-        self._gathered = {}
-
-    def _gather(self, bucket: Bucket) -> Array:
-        full = self.ranks.hold(Band.GATHERED, (bucket.padded,), bucket.layer.name)
+    def _gather(self, bucket: Bucket, full: Shaped[Array, "R L"]) -> None:
         self._all_gather(bucket, full, bucket.states[Band.PARAMS])
-        return full
 
-    def _all_gather(self, bucket: Bucket, full: Array, own: Array | None) -> None:
-        self.comm.all_gather(full, bucket.layer.size, own, band=Band.PARAMS, unit=bucket.layer.name)
+    def _all_gather(self, bucket: Bucket, full: Shaped[Array, "R L"], own: Shaped[Array, "R C"] | None) -> None:
+        self._gathers.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name)
 
     def _abandon(self) -> None:
         """After an error within a step: give back all that does not outlive a step."""
-        self._gathered = {}
+        self._parameters.forget()
         for band, _, array in list(self.ranks.live()):
-            if band not in MODEL_STATES:
+            if band not in LASTING:
                 self.ranks.free(array)
 
     # -- what a user reads
@@ -282,31 +310,43 @@ class Scheme:
         """One record per step."""
         return self.ledger.reports
 
-    def flat(self, band: Band) -> Float[Array, "P"]:
-        """A model state as one unpadded vector [n_params], a copy, put together from the ranks of this process.
+    def flat(self, band: Band | str) -> Shaped[Array, "n"]:
+        """A model state as one unpadded vector, a copy, put together from the ranks of this process.
 
-        ValueError if the state is sharded and some of its shards live in other processes.
+        [n_params] where every parameter is trained; frozen ones have no state but params.
+        ValueError for a state that does not exist here, or that is sharded with some shards in other processes.
         """
-        parts = []
-        for bucket in self.buckets:
-            state = bucket.states[band]
-            if band is Band.GRADS and self.shard.optimizer and not self.shard.grads:
-                state = self.comm.own(state)  # elsewhere in its full gradients a rank has its own, not the average
-            if state.shape[1] == bucket.padded:
-                whole = state[0]
-            elif len(self.ring.ids) == self.ring.size:
-                whole = state.reshape(-1)
-            else:
-                raise ValueError(
-                    f"Scheme.flat({band}): {self.name} shards it over {self.ring.size} ranks, of which only "
-                    f"{list(self.ring.ids)} live in this process; read ranks[i] and put the shards together."
-                )
-            parts.append(whole[: bucket.layer.size])
-        return np.concatenate(parts)
+        if band not in self.states:
+            raise ValueError(f"Scheme.flat(band): the states here are {', '.join(self.states)}; got {str(band)!r}.")
+        return np.concatenate(
+            [self._whole(bucket, Band(band)) for bucket in self.buckets if Band(band) in bucket.states]
+        )
 
     def full_theta(self) -> Float[Array, "P"]:
         """The fp32 parameters, flat, unpadded, a copy: [n_params]. The master weights where there are any."""
-        return self.flat(Band.MASTER if self.precision.master else Band.PARAMS)
+        return np.concatenate(
+            [
+                self._whole(bucket, Band.MASTER if Band.MASTER in bucket.states else Band.PARAMS).astype(FP32)
+                for bucket in self.buckets
+                if Band.PARAMS in bucket.states
+            ]
+        )
+
+    def _whole(self, bucket: Bucket, band: Band) -> Shaped[Array, "n"]:
+        """One state of one bucket, unpadded: the first rank's, or all ranks' shards."""
+        state = bucket.states[band]
+        if band is Band.GRADS and self.shard.optimizer and not self.shard.grads:
+            state = self.comm.own(state)  # elsewhere in its full gradients a rank has its own, not the average
+        if state.shape[1] == bucket.padded:
+            whole: Array = state[0]
+        elif len(self.ring.ids) == self.ring.size:
+            whole = state.reshape(-1)
+        else:
+            raise ValueError(
+                f"Scheme.flat({band}): {self.name} shards it over {self.ring.size} ranks, of which only "
+                f"{list(self.ring.ids)} live in this process; read ranks[i] and put the shards together."
+            )
+        return whole[: bucket.size]
 
     def bytes_per_param(self) -> float:
         """Resident: bytes that the fullest rank holds now, model states and whatever else, per parameter."""

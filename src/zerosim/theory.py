@@ -35,6 +35,15 @@ Bytes = dict[str, int]
 
 # Bytes per parameter of each model state, by precision.
 STATES: dict[str, dict[Band, int]] = {
+    "bf16-fp32-grads": {Band.PARAMS: 2, Band.GRADS: 4, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
+    "mixed-main-grads": {
+        Band.PARAMS: 2,
+        Band.GRADS: 2,
+        Band.MAIN_GRADS: 4,
+        Band.MASTER: 4,
+        Band.EXP_AVG: 4,
+        Band.EXP_AVG_SQ: 4,
+    },
     "mixed": {Band.PARAMS: 2, Band.GRADS: 2, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
     "bf16": {Band.PARAMS: 2, Band.GRADS: 2, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
     "fp32": {Band.PARAMS: 4, Band.GRADS: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
@@ -174,11 +183,11 @@ def _highest(job: Job, leave_out: str = "") -> Bytes:
 def moments(job: Job) -> Iterator[Bytes]:
     """What a rank holds, by band, at each instant of a step that can be the highest, in order."""
     states = resident(job)
-    itemsize = STATES[job.precision][Band.PARAMS]
-    wholes = [itemsize * chunk * job.ranks for chunk in job.chunks()]
+    states_of = STATES[job.precision]
+    wholes = [states_of[Band.PARAMS] * chunk * job.ranks for chunk in job.chunks()]
     rings = [2 * WIRE[job.wire] * chunk if job.ranks > 1 else 0 for chunk in job.chunks()]
     gathers, at_once = job.shards(3), job.shards(3) and job.gather == "model"
-    unreduced = [whole if job.shards(2) else 0 for whole in wholes]
+    unreduced = [states_of[Band.GRADS] * chunk * job.ranks if job.shards(2) else 0 for chunk in job.chunks()]
     alive = _Activations(job)
 
     def moment(gathered: int = 0, grads: int = 0, ring: int = 0) -> Bytes:

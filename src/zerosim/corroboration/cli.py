@@ -16,8 +16,17 @@ from typing import Any
 
 import click
 
-from zerosim.bands import PRECISIONS
-from zerosim.corroboration.records import BACKENDS, COLLECTIVES, FAULTS, Corroboration, Fault, Settings, encode, save
+from zerosim.corroboration.records import (
+    BACKENDS,
+    COLLECTIVES,
+    FAULTS,
+    RECIPES,
+    Corroboration,
+    Fault,
+    Settings,
+    encode,
+    save,
+)
 from zerosim.refusals import errors_for_people, printing, writable
 
 RANKS = 4
@@ -45,7 +54,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
     help="ring: our hops, as isend and irecv; native: torch's own all-reduce, reduce-scatter, all-gather.",
 )
 @click.option(
-    "--precision", type=click.Choice(["all", *PRECISIONS]), default="all", show_default=True, help="As in the lab."
+    "--precision", type=click.Choice(["all", *RECIPES]), default="all", show_default=True, help="As in the lab."
 )
 @click.option(
     "--wire",
@@ -117,7 +126,7 @@ def corroborate(
                 ranks=_ranks(ranks),
                 widths=[64, 128, 128, 64],
                 collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
-                precisions=list(PRECISIONS) if precision == "all" else [precision],
+                precisions=list(RECIPES) if precision == "all" else [precision],
                 fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, int(str(options["steps"])))),
                 **options,  # type: ignore[arg-type]
             )

@@ -17,6 +17,7 @@ from zerosim.corroboration.line import Simulated, Stepped
 from zerosim.corroboration.meter import Op
 from zerosim.corroboration.records import Flow, RankRecord, Run, Settings, StepTime
 from zerosim.measure import Phase
+from zerosim.optimizer import Adam
 from zerosim.results import Failure
 
 BITS, LOSSES, BYTES, MEMORY = "bits", "losses", "bytes", "memory"
@@ -39,7 +40,7 @@ class Evidence:
         self._dtypes = {
             band: dtype
             for band, dtype in precision.dtypes(FP32).items()
-            if band in precision.states and band in checks.COMPARED
+            if band in (*precision.states, *Adam.states) and band in checks.COMPARED
         }
         self._told: list[list[Stepped]] = []
         self._expected: list[Simulated] = []

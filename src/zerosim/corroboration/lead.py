@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 
 from zerosim import preflight
-from zerosim.bands import PRECISIONS
 from zerosim.corroboration import agreed
 from zerosim.corroboration.evidence import BITS, PROCESS, SOCKETS, Evidence
 from zerosim.corroboration.hub import Hub, RankFailure
 from zerosim.corroboration.launch import Group, Nursery, NurseryError
 from zerosim.corroboration.line import Arrived, Go, Hello, Job, Ready, Simulated, Stepped
-from zerosim.corroboration.records import RING, SCHEMA, Corroboration, Run, Settings
+from zerosim.corroboration.records import RECIPES, RING, SCHEMA, Corroboration, Run, Settings
 from zerosim.results import Failure
 
 Advance = Callable[[str], None]
@@ -84,7 +83,7 @@ def validate(settings: Settings) -> None:
     if settings.ranks < 2:
         raise ValueError("corroborate(ranks): one rank alone sends nothing that could be compared; pass 2 or more.")
     for precision in settings.precisions:
-        preflight.one_of("corroborate", "precision", precision, PRECISIONS)
+        preflight.one_of("corroborate", "precision", precision, RECIPES)
     for collectives in settings.collectives:
         preflight.one_of("corroborate", "collectives", collectives, agreed.COLLECTIVES)
     preflight.one_of("corroborate", "wire", settings.wire, ("fp32", agreed.WORKING))

@@ -15,6 +15,7 @@ from zerosim.results import Failure
 
 SCHEMA = "zerosim.corroborate/1"
 COLLECTIVES = RING, NATIVE = "ring", "native"
+RECIPES = ("mixed", "bf16", "fp32")  # the precisions that are run
 BACKENDS = ("gloo", "nccl", "mpi")
 FAULTS = ("bit", "hop", "kill", "stop")
 EXTRA_HOP = 1000  # bytes that the fault "hop" sends

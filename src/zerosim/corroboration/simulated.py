@@ -50,7 +50,7 @@ def _simulate(line: Line, job: Job) -> None:
                     loss=loss,
                     states={
                         str(band): [bucket.states[band].tobytes() for bucket in plain.buckets]
-                        for band in plain.precision.states
+                        for band in plain.states
                         if band in checks.COMPARED
                     },
                     traffic=[agreed.booked(report, each) for each in range(n)],

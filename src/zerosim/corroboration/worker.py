@@ -163,7 +163,7 @@ class _Part:
             loss=report.loss,
             states={
                 str(band): [bucket.states[band].tobytes() for bucket in scheme.buckets]
-                for band in scheme.precision.states
+                for band in scheme.states
                 if band in checks.COMPARED
             },
             traffic=agreed.booked(report, 0),
