@@ -447,6 +447,14 @@ def test_tied_parameters_are_one_with_two_gradients() -> None:
             assert found == {"reduce-scatter": 2 * once, "all-gather": (2 * 3 if stage.params else 2) * once}
 
 
+def test_a_tied_weight_that_is_needed_soon_is_not_released() -> None:
+    """With both its uses within the prefetch, a tied weight is gathered once per pass and not twice."""
+    once = (N - 1) * 2 * 4
+    for ahead, gathers in ((0, 3 + 3), (1, 3 + 3), (2, 2 + 2)):
+        scheme = run_scales(scales(ties=True), ZeRO3, prefetch=ahead)
+        assert sent(scheme) == {"reduce-scatter": 2 * once, "all-gather": gathers * once}
+
+
 def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:
     """1,000 frozen and 8 trained on 4 ranks: 2016 + 4 + 24 B under ZeRO-2, 504 + 4 + 24 B under ZeRO-3."""
     base = Group("base", ((1000,),), Role.FROZEN)

@@ -17,14 +17,14 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from zerosim.bands import Array
+
 _Cast = Callable[[Array, Array], None]
 
 # Elements per block: enough to outweigh ten NumPy calls of 0.4 µs each, few enough that the
 # scratch, 8 bytes for each, stays in a core's own cache.
-_BLOCK = 1 << 15
+_BLOCK = 1 << 16
 
 
 class _Scratch(threading.local):
@@ -68,11 +68,11 @@ def _half_to_single(src: Array, out: Array) -> None:
     if signed[signed.argmax()] >= 0x7C00 or unsigned[unsigned.argmax()] >= 0xFC00:
         _quiet_copy(src.reshape(out.shape), out)
         return
-    a = _scratch.a[: src.size]
-    np.copyto(a.view(np.int32), signed)
-    np.left_shift(a, _MANTISSA_GAP, out=a)
-    np.bitwise_and(a, _HALF_FIELDS, out=a)
-    np.multiply(a.view(np.float32).reshape(out.shape), _REBIAS, out=out)
+    fields = out.view(np.uint32)  # in place: the fewer bytes a block touches, the more of it stays in the cache
+    np.copyto(fields.view(np.int32), signed.reshape(out.shape))
+    np.left_shift(fields, _MANTISSA_GAP, out=fields)
+    np.bitwise_and(fields, _HALF_FIELDS, out=fields)
+    np.multiply(out, _REBIAS, out=out)
 
 
 def _single_to_half(src: Array, out: Array) -> None:

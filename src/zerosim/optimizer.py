@@ -61,13 +61,14 @@ class Adam:
         step_size = self.lr / (1 - beta1**step)
         root_correction = (1 - beta2**step) ** 0.5
         rows, length = params.shape
-        some, width = max(1, _BLOCK // max(length, 1)), min(length, _BLOCK)
+        block = _BLOCK if isinstance(params, np.ndarray) else max(length, 1)  # a shape has no cache to stay in
+        some, width = max(1, block // max(length, 1)), min(length, block)
         done = 0
         g = np.empty_like(params, shape=(min(some, rows), width))
         t = np.empty_like(g)
         for top in range(0, rows, some):
-            for left in range(0, length, _BLOCK):
-                part = (slice(top, top + some), slice(left, left + _BLOCK))
+            for left in range(0, length, block):
+                part = (slice(top, top + some), slice(left, left + block))
                 p, m, v = params[part], exp_avg[part], exp_avg_sq[part]
                 grad, tmp = g[: p.shape[0], : p.shape[1]], t[: p.shape[0], : p.shape[1]]
                 convert(grads[part], grad)

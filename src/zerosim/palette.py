@@ -7,7 +7,8 @@ normal and with three kinds of colour-blind eyes (Machado et al. 2009), under a 
 contrast with white and with near-black. The tests measure both again.
 
 Model states are cold, from violet to sky; what comes and goes within a step is warm, or grey
-where it does not scale with the parameters. Data parallel, the reference, is grey.
+where it does not scale with the parameters. Momentum, which takes the place of Adam's two moments,
+takes the first one's colour. Data parallel, the reference, is grey.
 """
 
 from collections.abc import Mapping
@@ -17,13 +18,17 @@ from zerosim.bands import Band
 BANDS: Mapping[str, str] = {
     Band.PARAMS: "#624777",
     Band.GRADS: "#4050B8",
+    Band.MAIN_GRADS: "#9000FC",
     Band.MASTER: "#277EB0",
     Band.EXP_AVG: "#1E94F8",
     Band.EXP_AVG_SQ: "#1DC4F3",
+    Band.MOMENTUM: "#1E94F8",
     Band.GATHERED: "#E7A72E",
     Band.UNREDUCED: "#CF5C00",
     Band.BLOCKS: "#912223",
     Band.ACTIVATIONS: "#A79E96",
+    Band.BUFFERS: "#B43C00",
+    Band.BUCKET: "#9C606C",
 }
 SCHEMES: Mapping[str, str] = {
     "data parallel": "#8F8F8F",

@@ -222,7 +222,7 @@ class Scheme:
                     losses.append(self._micro_batch(x[:, some], y[:, some], last=start + rows == x.shape[1]))
                 with self.ledger.during(Phase.OPTIMIZER):
                     self._update()
-                report.loss = float(np.mean(losses))
+                report.loss = float(np.mean(np.concatenate(losses)))
                 report.padding = np.sum([bucket.padding(self.ring.ids) for bucket in self.buckets], axis=0).tolist()
                 return report.loss
             except BaseException:
