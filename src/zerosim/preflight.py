@@ -99,6 +99,19 @@ def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int,
 
     A batch is one (x, y) of finite float32 per rank, with the same number of rows B everywhere.
     """
+    check_layout(batch, ranks, width_in, width_out)
+    x, y = (np.stack([pair[index] for pair in batch]) for index in (0, 1))
+    for what, whole in (("x", x), ("y", y)):
+        if not np.isfinite(whole).all():
+            rank = int(np.isfinite(whole).all(axis=(1, 2)).argmin())
+            raise ValueError(
+                f"step(batch): {what} of rank {rank} contains NaN or infinity; remove or replace them before training."
+            )
+    return x, y
+
+
+def check_layout(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> None:
+    """Refuse a batch that is not one (x [B, width_in], y [B, width_out]) of float32 per rank, B the same everywhere."""
     if not isinstance(batch, Sequence) or len(batch) != ranks:
         got = len(batch) if isinstance(batch, Sequence) else type(batch).__name__
         raise ValueError(f"step(batch): needs one (x, y) pair per rank, {ranks} in all; got {got}.")
@@ -107,23 +120,13 @@ def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int,
             got = type(pair).__name__ + (f" of {len(pair)}" if isinstance(pair, (tuple, list)) else "")
             raise ValueError(f"step(batch): rank {rank} needs a pair (x, y); got {got}.")
     rows = next(iter(getattr(batch[0][0], "shape", ())), 0)
-    stacked = []
     for index, (what, width) in enumerate((("x", width_in), ("y", width_out))):
-        arrays = [pair[index] for pair in batch]
-        for rank, array in enumerate(arrays):
-            _check_array(f"step(batch): {what} of rank {rank}", array, rows, width)
-        whole = np.stack(arrays)
-        if not np.isfinite(whole).all():
-            rank = int(np.isfinite(whole).all(axis=(1, 2)).argmin())
-            raise ValueError(
-                f"step(batch): {what} of rank {rank} contains NaN or infinity; remove or replace them before training."
-            )
-        stacked.append(whole)
-    return stacked[0], stacked[1]
+        for rank, pair in enumerate(batch):
+            _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width)
 
 
 def _check_array(where: str, array: Array, rows: int, width: int) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+    if getattr(array, "dtype", None) != np.float32:
         got = getattr(array, "dtype", type(array).__name__)
         raise TypeError(f"{where} must be a float32 array; got {got}. Convert it with .astype(np.float32).")
     if array.ndim != 2 or array.shape[1] != width:
