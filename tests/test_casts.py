@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from zerosim import casts
-from zerosim.casts import Array, convert
+from zerosim.bands import Array
+from zerosim.casts import convert
 
 DType = np.dtype[Any]
 Layout = Callable[[tuple[int, ...], DType], tuple[Array, Array]]
@@ -123,9 +124,9 @@ def transposed(shape: tuple[int, ...], dtype: DType) -> tuple[Array, Array]:
 LAYOUTS = [contiguous, rows_apart, elements_apart, transposed]  # each gives an array and a view of it
 SHAPES: list[tuple[int, ...]] = [
     *[(), (0,), (0, 5), (5, 0), (13,), (7, 11), (3, 5, 7)],
-    *[(32749,), (32771,), (65537,)],  # the primes about a block of 2**15 elements, and about two
-    *[(131, 257), (11003, 3), (13, 59, 61)],  # rows that do not fill blocks
-    *[(3, 32771), (2, 3, 32771)],  # rows longer than a block
+    *[(65521,), (65537,), (131101,)],  # the primes about a block of 2**16 elements, and one beyond two
+    *[(131, 509), (22003, 3), (13, 71, 73)],  # rows that do not fill blocks
+    *[(3, 65537), (2, 3, 65537)],  # rows longer than a block
 ]
 
 

@@ -169,11 +169,12 @@ def test_reduce_scatter_sums_in_the_rings_order(n: int, band: Any, wire: Any) ->
     assert_same_bits(out, own_chunks(reduced(data, wire, 1 / n), n))
 
 
+@pytest.mark.parametrize("band", [FP16, FP32], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize(("n", "chunk"), [(5, 6_553), (3, 22_013)])
-def test_large_chunks_are_summed_in_the_rings_order(n: int, chunk: int) -> None:
-    """The bits are the ring's as well where a cast takes only some of a rank's chunks, or one, at a time."""
-    data = draw(n, FP16, chunk)
-    out = np.full((n, chunk), np.nan, FP16)
+def test_large_chunks_are_summed_in_the_rings_order(n: int, chunk: int, band: Any) -> None:
+    """The bits are the ring's as well where only some of a rank's chunks, or one, fit into a register at a time."""
+    data = draw(n, band, chunk)
+    out = np.full((n, chunk), np.nan, band)
     local(n).comm.reduce_scatter(data.copy(), out, data.shape[1], scale=1 / n, band="grads", unit="")
     some = data.reshape(n, n, chunk)[:, :, ::97].reshape(n, -1)  # the scalar loop is slow
     assert_same_bits(out[:, ::97], own_chunks(reduced(some, FP32, 1 / n), n))

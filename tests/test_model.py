@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from zerosim import model as model_module
-from zerosim.bands import Array
-from zerosim.layers import Chain, Layer
+from zerosim.bands import FP32, Array, DType
+from zerosim.layers import Chain
 from zerosim.model import MLP, Linear
 
 COPIES, ROWS = 3, 11
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Shape, ...]] = {
 }
 
 
-def build(case: str) -> Layer:
+def build(case: str) -> Linear | Chain:
     layers = [Linear(fan_in, fan_out, relu=relu, name=f"{fan_in}-{fan_out}") for fan_in, fan_out, relu in CASES[case]]
     if len(layers) == 1:
         return layers[0]
@@ -48,7 +48,8 @@ class Recorder:
         self.live: list[Array] = []
         self.log: list[tuple[str, tuple[int, ...]]] = []
 
-    def hold(self, *shape: int) -> Array:
+    def hold(self, *shape: int, dtype: DType | None = None) -> Array:
+        assert dtype in (None, FP32)
         array = np.full((self.copies, *shape), np.nan, np.float32)  # contents undefined: reading them shows
         self.live.append(array)
         self.log.append(("hold", shape))

@@ -53,7 +53,7 @@ class Event(NamedTuple):
     held: int  # bytes that a rank holds after it
     seconds: float  # since the step began
     phase: Phase  # what the step was busy with
-    count: int = 0  # messages of a SEND, FLOPs of a COMPUTE; per rank
+    amount: int = 0  # messages of a SEND, FLOPs of a COMPUTE; per rank
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ class Traffic:
     def received(self) -> Counts:
         """Bytes received, [R]."""
         return np.full(self._rows, self._received, np.int64)
+
+    @property
+    def sent_each(self) -> int:
+        """Bytes that each rank sent."""
+        return self._sent
 
     def hop(self, sent: int, received: int, padding: Counts | None) -> None:
         """One hop: every rank handed over a block of ``sent`` bytes and took one of ``received``."""
@@ -192,10 +197,10 @@ class Ledger:
         traffic = self._open.traffic.get(key)
         if traffic is None:
             traffic = self._open.traffic[key] = Traffic(self.rows)
-        sent, messages = int(traffic.sent.max(initial=0)), traffic.messages
+        sent, messages = traffic.sent_each, traffic.messages
         with self.during(Phase.COMMUNICATION):
             yield traffic
-            sent = int(traffic.sent.max(initial=0)) - sent
+            sent = traffic.sent_each - sent
             self._log(EventKind.SEND, collective, unit, sent, traffic.messages - messages)
 
     # -- work and time
@@ -225,9 +230,9 @@ class Ledger:
         self._log(EventKind.COMPUTE, self.phase, unit, 0, self._uncredited)
         self._uncredited = 0
 
-    def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, count: int = 0) -> None:
+    def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, amount: int = 0) -> None:
         self._open.events.append(
-            Event(kind, name, unit, nbytes, self.total, self._clock() - self._started, self.phase, count)
+            Event(kind, name, unit, nbytes, self.total, self._clock() - self._started, self.phase, amount)
         )
 
     # -- steps

@@ -20,7 +20,7 @@ from zerosim.bands import FP32, Array
 from zerosim.casts import convert
 from zerosim.layers import Chain, Group, Workspace
 
-_REGISTER_BYTES = 4 * 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
+_REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
 
 
 class Linear:
