@@ -10,6 +10,7 @@ os.environ["MPLBACKEND"] = "Agg"  # the environment, so that a command run by a 
 from collections.abc import Iterator
 
 import hypothesis
+import jaxtyping
 import numpy as np
 import pytest
 from jaxtyping import install_import_hook
@@ -22,6 +23,14 @@ install_import_hook("zerosim", "beartype.beartype(conf=beartype.BeartypeConf(is_
 # To look for new ones: pytest --hypothesis-profile=default
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module")
+def shapes_unchecked() -> Iterator[None]:
+    """For files that train thousands of steps: checking shapes, several times as long, is left to the others."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from queue import SimpleQueue
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -26,10 +25,7 @@ Batch = list[tuple[Array, Array]]
 Where = tuple[str, int, int]  # band, layer, rank
 
 
-@pytest.fixture(autouse=True)
-def shapes_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of steps: the shape checks, seven times as long as the steps, are left to the other files."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 
 def batches(
@@ -89,7 +85,7 @@ def test_all_schemes_are_alike_bit_for_bit(ranks: int, precision: str, wire: str
 def test_all_schemes_are_alike_on_the_default_model() -> None:
     """The same holds for MLP() on 8 ranks with 8 rows each, where no bucket has padding."""
     schemes = [stage(MLP(), 8) for stage in SCHEMES]
-    assert steps_that_differ(schemes, batches(8, rows=8, widths=schemes[0].model.widths)) == {}
+    assert steps_that_differ(schemes, batches(8, rows=8, widths=MLP().widths)) == {}
 
 
 @pytest.mark.parametrize("precision", ["mixed", "bf16", "fp32"])
@@ -173,11 +169,12 @@ def train_in_float64(model: MLP, data: list[Batch]) -> list[float]:
 def test_losses_are_those_of_one_process_in_float64(ranks: int) -> None:
     """In fp32, N ranks on N parts of a batch follow a float64 process on the whole of it."""
     data = batches(ranks)
-    scheme = ZeRO2(MLP(WIDTHS), ranks, precision="fp32")
+    model = MLP(WIDTHS)
+    scheme = ZeRO2(model, ranks, precision="fp32")
     losses = [scheme.step(batch) for batch in data]
     # An fp32 rounding errs by 2^-24, relative. Sums average the errors of their terms, so sixteen
     # roundings one upon the other are ample; a single 16-bit rounding would be 2^-12.
-    np.testing.assert_allclose(losses, train_in_float64(scheme.model, data), rtol=16 * 2**-24, atol=0)
+    np.testing.assert_allclose(losses, train_in_float64(model, data), rtol=16 * 2**-24, atol=0)
 
 
 @pytest.mark.parametrize(("precision", "loss"), [("fp32", "1.021900"), ("mixed", "1.0216")])
@@ -185,7 +182,7 @@ def test_losses_are_those_of_one_process_in_float64(ranks: int) -> None:
 def test_the_published_loss(stage: Stage, precision: str, loss: str) -> None:
     """MLP() on 8 ranks, 8 rows each from seed 7, ends its tenth step at the loss that is published for every scheme."""
     scheme = stage(MLP(), 8, precision=precision)
-    for batch in batches(8, rows=8, widths=scheme.model.widths):
+    for batch in batches(8, rows=8, widths=MLP().widths):
         last = scheme.step(batch)
     assert f"{last:.{len(loss) - 2}f}" == loss
 

@@ -16,6 +16,8 @@ from zerosim.ranks import Ranks
 from zerosim.results import Results, Settings
 from zerosim.schemes import SCHEMES, Scheme
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 NAMES = [stage.name for stage in SCHEMES]
 WIDTHS = [5, 11, 3]
 

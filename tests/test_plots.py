@@ -35,6 +35,8 @@ from zerosim.bands import MODEL_STATES, Band
 from zerosim.results import Results, Settings
 from zerosim.schemes import SCHEMES
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 NAMES = [stage.name for stage in SCHEMES]
 TRANSIENT = [band for band in Band if band not in MODEL_STATES]
 Array = npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from zerosim import preflight
-from zerosim.bands import PRECISIONS, WIRES, Array, Band
+from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Scheme, ZeRO2
 
@@ -105,7 +105,9 @@ def test_a_wire_that_carries_the_working_copy_is_accepted(precision: str, wire: 
     """A wire is accepted exactly if every value of the working copy, and of backward's gradients, survives it."""
     survives = True
     for carried in (PRECISIONS[precision].working, PRECISIONS[precision].dtypes(WIRES[wire])[Band.UNREDUCED]):
-        every = np.arange(2**16, dtype=np.uint16).view(carried) if carried.itemsize == 2 else np.float32([1 + 2**-23])
+        every = (
+            np.arange(2**16, dtype=np.uint16).view(carried) if carried.itemsize == 2 else np.array([1 + 2**-23], FP32)
+        )
         with np.errstate(all="ignore"):
             numbers = every[~np.isnan(every)]
             survives &= np.array_equal(numbers.astype(WIRES[wire]).astype(carried), numbers)

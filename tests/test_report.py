@@ -28,6 +28,8 @@ from zerosim.bands import MODEL_STATES, Band
 from zerosim.results import EventRecord, Failure, Results, SchemeRecord, Settings
 from zerosim.schemes import SCHEMES
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 NAMES = [stage.name for stage in SCHEMES]
 SETTINGS = Settings(
     ranks=5, steps=3, batch=2, seed=0, model_seed=0, precision="mixed", wire="fp32", gather="layer", data="noise",

@@ -12,6 +12,8 @@ from zerosim import lab, results
 from zerosim.files import ResultsError
 from zerosim.results import Settings
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 
 @pytest.fixture(scope="module")
 def found() -> results.Results:

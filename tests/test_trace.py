@@ -17,6 +17,8 @@ from zerosim import lab, trace
 from zerosim.bands import MODEL_STATES
 from zerosim.results import Results, SchemeRecord, Settings
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 SETTINGS = Settings(
     ranks=5, steps=2, batch=2, seed=0, model_seed=0, precision="mixed", wire="fp32", gather="layer", data="noise",
     capacity=None, widths=[7, 13, 11, 7],

@@ -29,7 +29,7 @@ def whole_model_gather(settings: Settings, model: MLP) -> WholeModelGather:
     peak = at_once.reports[-1].peak_without_activations
     return WholeModelGather(
         states=sum(at_once.reports[-1].resident.values()),
-        gathered=peak.by_band[Band.GATHERED],
+        gathered=peak.by_band.get(Band.GATHERED, 0),
         zero2_resident=ZeRO2(model, settings.ranks, **options).ledger.total,
         peak=peak.total,
         peak_by_layer=by_layer.reports[-1].peak_without_activations.total,

@@ -2,28 +2,40 @@
 
 Owns the comparisons, and names what does not hold: scheme, step, rank, quantity and both
 values. Reads runs and predictions; changes neither.
+
+Check one compares every scheme with data parallel (``compare``), and with training that was
+written a second time (``beside``), so that what all of them get wrong alike is found too. Check
+two compares every count with its closed form (``audit``); the log, from which the timeline is
+drawn, must add up to the same. What neither can see in a world as obliging as one process,
+``strict`` looks for.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from zerosim import theory
-from zerosim.bands import Array, Band
-from zerosim.measure import Report
+from zerosim.bands import MODEL_STATES, Array, Band
+from zerosim.measure import Event, EventKind, Report
+from zerosim.reference import Reference
 from zerosim.results import Death, Difference, Failure
 from zerosim.schemes import Scheme
 
 ALIKE, AS_PREDICTED = "check one", "check two"
+PLAIN = ", against plain training"
 RESIDENT, PEAK = "bytes of {} at rest", "bytes of {} at the peak"
 PEAK_WITHOUT = "bytes of {} at the peak without activations"
 RECOUNTED = "bytes of {} counted from the arrays"
 SENT, RECEIVED = "bytes of {} sent by {}", "bytes of {} received by {}"
 PADDING_HELD, PADDING_SENT = "bytes of padding held", "bytes of padding sent"
 FLOPS, MESSAGES = "FLOPs of the {}", "messages of {}"
-COMPARED = (Band.PARAMS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ)
+LOGGED_END, LOGGED_PEAK, LOGGED_SENT = "bytes held at the end", "bytes held at the highest", "bytes sent by {}"
+LOGGED, STEP = "{}, by the log", "number of the step"
+COMPARED = tuple(band for band in MODEL_STATES if band is not Band.GRADS)  # of those each rank may keep its own
 
 
 def bits(array: Array) -> Array:
@@ -39,7 +51,7 @@ def whole_states(scheme: Scheme) -> dict[Band, list[Array]]:
             for bucket in scheme.buckets
             for state in [bucket.states[band]]
         ]
-        for band in scheme.precision.states
+        for band in scheme.states
         if band in COMPARED
     }
 
@@ -64,30 +76,52 @@ def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) ->
             differing[band] += int(np.count_nonzero(unequal))
             distance = np.abs(mine[unequal].astype(np.float64) - theirs[unequal].astype(np.float64))
             largest[band] = float(np.maximum(largest[band], distance.max()))  # a NaN stays
-            for row in np.flatnonzero(unequal.any(axis=1)).tolist():
-                at = int(np.argmax(unequal[row]))
-                failures.append(
-                    Failure(
-                        check=ALIKE,
-                        scheme=scheme.name,
-                        ranks=scheme.ring.size,
-                        step=step,
-                        rank=scheme.ring.ids[row],
-                        quantity=f"{band} of {bucket.layer.name}, element {at}",
-                        measured=repr(float(mine[row, at])),
-                        expected=repr(float(theirs[row, at])),
-                    )
-                )
+            failures += _unlike(scheme, step, f"{band} of {bucket.name}, element {{}}", mine, theirs)
     return Difference(scheme=scheme.name, step=step, differing=differing, largest=largest), failures
 
 
-def same_losses(losses: Mapping[str, float], ranks: int, step: int) -> list[Failure]:
+def _unlike(scheme: Scheme, step: int, quantity: str, mine: Array, theirs: Array) -> list[Failure]:
+    """A failure for each rank that has other bits [R, n], with the first element that differs."""
+    unequal = bits(mine) != bits(theirs)
+    found = []
+    for row in np.flatnonzero(unequal.any(axis=1)).tolist():
+        at = int(np.argmax(unequal[row]))
+        found.append(
+            Failure(
+                check=ALIKE, scheme=scheme.name, ranks=scheme.ring.size, step=step, rank=scheme.ring.ids[row],
+                quantity=quantity.format(at),
+                measured=repr(float(mine[row, at])), expected=repr(float(theirs[row, at])),
+            )
+        )  # fmt: skip
+    return found
+
+
+def beside(scheme: Scheme, reference: Reference, step: int, how: str = PLAIN) -> list[Failure]:
+    """Check one against training written a second time: every state and the loss, after as many steps.
+
+    What all schemes get wrong alike is found here. Of gradients that are reduced but kept
+    whole, the chunk that a rank owns is compared: elsewhere it has its own, not the average.
+    """
+    failures = same_losses({"": reference.loss, scheme.name: scheme.reports[-1].loss}, scheme.ring.size, step, how)
+    for band in (band for band in scheme.states if band in reference.states):
+        for bucket, theirs in zip(scheme.buckets, reference.states[band], strict=True):
+            mine = bucket.states[band]
+            if band is Band.GRADS and scheme.shard.optimizer and not scheme.shard.grads:
+                own = np.arange(scheme.ring.size)
+                mine = mine.reshape(len(own), len(own), -1)[own, own]
+            same = mine.shape[1] == theirs.shape[1]
+            expected = np.broadcast_to(theirs, mine.shape) if same else theirs[0].reshape(mine.shape)
+            failures += _unlike(scheme, step, f"{band} of {bucket.name}, element {{}}{how}", mine, expected)
+    return failures
+
+
+def same_losses(losses: Mapping[str, float], ranks: int, step: int, how: str = "") -> list[Failure]:
     """Check one for the losses of a step: every scheme's is that of the first, to the last bit."""
     expected = next(iter(losses.values()), None)
     return [
         Failure(
             check=ALIKE, scheme=name, ranks=ranks, step=step, rank=-1,
-            quantity="loss", measured=repr(loss), expected=repr(expected),
+            quantity=f"loss{how}", measured=repr(loss), expected=repr(expected),
         )
         for name, loss in losses.items()
         if np.float64(loss).tobytes() != np.float64(expected).tobytes()
@@ -113,7 +147,8 @@ Count = dict[tuple[int, str], int]  # by rank (-1: every rank) and quantity
 
 def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
     """Check two of one step: every number of ``report`` against the closed form, as integers, on every rank."""
-    measured, expected = _measured(scheme, report), _predicted(job, scheme.ring.ids)
+    measured = _measured(scheme, report)
+    expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): len(scheme.reports)}
     return [
         Failure(
             check=AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],
@@ -125,7 +160,7 @@ def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
 
 
 def _measured(scheme: Scheme, report: Report) -> Count:
-    count: Count = {}
+    count: Count = {(-1, STEP): report.step}
     for what, bands in (
         (RESIDENT, report.resident),
         (PEAK, report.peak.by_band),
@@ -136,6 +171,7 @@ def _measured(scheme: Scheme, report: Report) -> Count:
     for (collective, _), moved in report.traffic.items():
         key = (-1, MESSAGES.format(collective))
         count[key] = count.get(key, 0) + moved.messages
+    count |= {(-1, LOGGED.format(what)): total for what, total in _logged(report.events).items()}
     for row, rank in enumerate(scheme.ring.ids):
         count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in scheme.ranks[row].held().items()}
         for (collective, band), traffic in report.traffic.items():
@@ -146,7 +182,33 @@ def _measured(scheme: Scheme, report: Report) -> Count:
     return count
 
 
-def _predicted(job: theory.Job, ids: Sequence[int]) -> Count:
+def _logged(events: Sequence[Event]) -> Counter[str]:
+    """What the entries of a step's log come to."""
+    total: Counter[str] = Counter()
+    for event in events:
+        if event.kind is EventKind.SEND:
+            total[LOGGED_SENT.format(event.name)] += event.nbytes
+            total[MESSAGES.format(event.name)] += event.amount
+        elif event.kind is EventKind.COMPUTE:
+            total[FLOPS.format(event.name)] += event.amount
+    total[LOGGED_END] = events[-1].held
+    total[LOGGED_PEAK] = max(event.held for event in events)
+    return total
+
+
+def _loggable(job: theory.Job) -> dict[str, int]:
+    """What they must come to."""
+    return {
+        **{FLOPS.format(phase): flops for phase, flops in theory.flops(job).items()},
+        **{MESSAGES.format(collective): sent for collective, sent in theory.messages(job).items()},
+        **{LOGGED_SENT.format(collective): sum(bands.values()) for collective, bands in theory.traffic(job).items()},
+        LOGGED_END: sum(theory.resident(job).values()),
+        LOGGED_PEAK: sum(theory.peak(job).values()),
+    }
+
+
+@lru_cache(maxsize=32)  # every step of a run is predicted alike
+def _predicted(job: theory.Job, ids: tuple[int, ...]) -> Count:
     count: Count = {}
     resident = theory.resident(job)
     for what, bands in (
@@ -157,6 +219,7 @@ def _predicted(job: theory.Job, ids: Sequence[int]) -> Count:
         count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
     count |= {(-1, FLOPS.format(phase)): flops for phase, flops in theory.flops(job).items()}
     count |= {(-1, MESSAGES.format(collective)): sent for collective, sent in theory.messages(job).items()}
+    count |= {(-1, LOGGED.format(what)): total for what, total in _loggable(job).items()}
     padding, padding_sent, traffic = theory.padding(job), theory.padding_sent(job), theory.traffic(job)
     for rank in ids:
         count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in resident.items()}

@@ -11,20 +11,16 @@ from pathlib import Path
 
 import click
 
+from zerosim import sizes
 from zerosim.bands import PRECISIONS, WIRES
 from zerosim.corroboration.cli import corroborate
 from zerosim.data import DATA
 from zerosim.preflight import GATHERS
-from zerosim.refusals import errors_for_people, printing, replacing, writable
-from zerosim.results import Results, Settings, encode, load, save
+from zerosim.refusals import Commands, Folder, errors_for_people, printing, replacing, writable
+from zerosim.results import Results, Settings, encode, save
+from zerosim.soundness import load
 
 RESULTS, PAGE = "results.json", ("report.html", "trace.json")
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-UNITS = {
-    "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)},
-    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
-}
 
 
 class ByteSize(click.ParamType[int]):
@@ -35,20 +31,13 @@ class ByteSize(click.ParamType[int]):
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        units = {unit.lower(): factor for unit, factor in UNITS.items()}
-        number = value.rstrip("bBiIkKmMgGtT ")
         try:
-            nbytes = float(number) * units[value[len(number) :].strip().lower()]
-        except (ValueError, KeyError):
-            nbytes = 0
-        if not 1 <= nbytes < 2**63:
-            self.fail(
-                f"{value!r} is not a size of at least one byte. Give a number and one of {', '.join(UNITS)}, as in 2MB."
-            )
-        return int(nbytes)
+            return sizes.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="zerosim", prog_name="zerosim")
 def main() -> None:
     """ZeRO made measurable: train on N virtual GPUs and count every byte held and sent."""
@@ -92,7 +81,7 @@ def main() -> None:
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default=Path("out"),
     show_default=True,
     help="Folder for results.json, the figures, report.html and trace.json.",
@@ -107,19 +96,15 @@ def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
     """
     from zerosim import console, lab, plots
 
-    try:
-        with errors_for_people():
-            settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
-            lab.validate(settings)
-            writable(out, "lab", RESULTS, *PAGE)
-            found = _run(settings)
-            with replacing(out) as staging:
-                plots.save_figures(plots.figures(found), staging)
-                _save_page(found, staging)
-                save(found, staging / RESULTS)
-    except KeyboardInterrupt:
-        click.echo("interrupted; nothing was written", err=True)
-        sys.exit(INTERRUPTED)
+    with errors_for_people():
+        settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
+        lab.validate(settings)
+        writable(out, "lab", RESULTS, *PAGE)
+        found = _run(settings)
+        with replacing(out) as staging:
+            plots.save_figures(plots.figures(found), staging)
+            _save_page(found, staging)
+            save(found, staging / RESULTS)
     with printing():
         if as_json:
             click.echo(encode(found), nl=False)
@@ -132,7 +117,7 @@ def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
 @click.argument("recorded", metavar="RESULTS", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default=None,
     help="Folder for report.html and trace.json.  [default: that of RESULTS]",
 )
@@ -151,7 +136,8 @@ def report(recorded: Path, out: Path | None) -> None:
                 _save_page(found, staging)
         except (LookupError, ArithmeticError) as error:
             raise ValueError(f"{recorded}: its parts do not fit together ({error!r}). Run the lab again.") from error
-    click.echo(f"written to {out}/: {' and '.join(PAGE)}")
+    with printing():
+        click.echo(f"written to {out}/: {' and '.join(PAGE)}")
 
 
 def _save_page(found: Results, out: Path) -> None:

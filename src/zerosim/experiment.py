@@ -123,14 +123,14 @@ class Run:
     def survives_predicted(self) -> bool:
         return self.capacity is None or sum(theory.peak(self.job).values()) <= self.capacity
 
-    def finish(self) -> list[Failure]:
-        """All that did not hold, survival on the card included, and what a stricter world has found."""
+    def finish(self, *, strictly: bool = True) -> list[Failure]:
+        """All that did not hold, survival on the card included, and what one more run in a stricter world finds."""
         failures = self.failures + checks.survival(
             self.stage.name, self.job.ranks, self.death, self.survives_predicted()
         )
-        if self.alive:
-            ranks = self.job.ranks
-            failures += strict.run(self.stage, self._settings, ranks, batches_of(self._settings, ranks, STRICT_STEPS))
+        if strictly and self.alive:
+            batches = list(batches_of(self._settings, self.job.ranks, STRICT_STEPS))
+            failures += strict.run(self.stage, self._settings, self.job.ranks, batches)
         return failures
 
     def record(self) -> SchemeRecord:

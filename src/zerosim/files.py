@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -45,23 +46,36 @@ def encoded(record: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(record), indent=1).encode() + b"\n"
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's fields. ValueError if one is given twice: a reader that takes the other would read something else."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
+        raise ValueError(f"{twice!r} is given twice")
+    return fields
+
+
 def read(path: Path, schema: str, kind: type[Record]) -> Record:
     """The record of ``kind`` in a file that says that it is of ``schema``.
 
     ResultsError, with the reason, if the file cannot be read, is not whole, is of another
-    schema, or has a field that the record does not, too few, or one of another type.
+    schema, or has a field that the record does not, too few, one twice, or one of another type.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device might never end
+            raise OSError(0, "it is no file")
         content = path.read_bytes()
-    except OSError as error:
-        raise ResultsError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    except (OSError, MemoryError, ValueError) as error:  # a ValueError for a name that no file can have
+        raise ResultsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     try:
-        values = json.loads(content)
+        values = json.loads(content, object_pairs_hook=_once)
+        if b"\\ud" in content.lower():  # half a character, perhaps, which could be read but not written
+            json.dumps(values, ensure_ascii=False).encode()
         found = values.get("schema") if isinstance(values, dict) else None
         if found != schema:
             raise ResultsError(f"{path}: its schema is {found!r}; what is read here is {schema!r}. Run it again.")
         return msgspec.convert(values, kind)
     except ResultsError:
         raise
-    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors too
+    except (ValueError, RecursionError, MemoryError) as error:  # msgspec's are ValueErrors too
         raise ResultsError(f"{path}: not a whole record of {schema}: {error}. Run it again.") from error

@@ -7,13 +7,52 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TextIO
 
 import click
+
+INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+
+
+class Commands(click.Group):
+    """Commands that end in words and with an exit code that means something, wherever their output goes."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:  # all others have been refused by then: it is the output that cannot be written
+            _give_up(sys.stdout)
+            try:
+                click.echo(f"Error: the output cannot be written: {error.strerror or error}", err=True)
+            except OSError:
+                _give_up(sys.stderr)
+            sys.exit(Refused.exit_code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted; nothing was written", err=True)
+            sys.exit(INTERRUPTED)
+
+
+class Folder(click.Path):
+    """A folder to write to, which need not exist yet."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("a folder has a name; the one that you are in is called '.'", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Refused(click.ClickException):
@@ -34,6 +73,8 @@ def errors_for_people() -> Iterator[None]:
 def writable(folder: Path, call: str, *names: str) -> None:
     """Make the folder, and see that files of these names can be written before anything is run. Refused if not."""
     try:
+        if folder.is_symlink() and not folder.exists():
+            raise FileNotFoundError(0, f"it is a link to {os.readlink(folder)}, which is not there")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -49,20 +90,56 @@ def writable(folder: Path, call: str, *names: str) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write files to, which take their places in ``folder`` together, at the end, or not at all."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as staging:
-        yield Path(staging)
-        for path in sorted(Path(staging).iterdir()):
-            path.replace(folder / path.name)
+    """A folder to write files to, which take their places in ``folder`` together, at the end, or not at all.
+
+    Told to end (SIGINT, SIGTERM), it leaves nothing behind; once the files are complete it is finished first.
+    """
+    early: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {number: signal.signal(number, lambda number, _: early.append(number)) for number in _ENDING}
+    try:
+        staging = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
+        try:
+            _handle(end)
+            for number in early:
+                end(number, None)
+            yield staging
+            _handle(signal.SIG_IGN)
+            for path in sorted(staging.iterdir()):
+                path.replace(folder / path.name)
+        finally:
+            _handle(signal.SIG_IGN)
+            shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def _handle(handler: Any) -> None:
+    for number in _ENDING:
+        signal.signal(number, handler)
 
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Output that a reader cuts short, or whose encoding lacks a character, is no failure."""
+    """Output that a reader cuts short, that goes nowhere, or whose encoding lacks a character, is no failure."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout:  # None if it was closed
+            sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # the latter is how rich takes it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+        _give_up(sys.stdout)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let a stream that cannot be written end in nothing, or Python would complain at its own end."""
+    with suppress(OSError, AttributeError):  # one without a file has nothing to complain of
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

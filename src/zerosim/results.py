@@ -17,6 +17,7 @@ from zerosim.files import encoded, read, write_whole
 SCHEMA = "zerosim.lab/1"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # bytes, operations, elements: what a reader can count
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,8 +43,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class PeakRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The highest instant: total bytes, the bands at that instant, and whose hold in which phase reached it."""
 
-    total: int
-    by_band: dict[str, int]
+    total: Count
+    by_band: dict[str, Count]
     unit: str
     phase: str
 
@@ -53,23 +54,23 @@ class TrafficRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     collective: str
     band: str
-    sent: list[int]
-    received: list[int]
-    padding: list[int]
-    messages: int
+    sent: list[Count]
+    received: list[Count]
+    padding: list[Count]
+    messages: Count
 
 
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One step of one scheme, measured."""
 
-    step: int
+    step: Count
     loss: float
-    resident: dict[str, int]
-    padding: list[int]
+    resident: dict[str, Count]
+    padding: list[Count]
     peak: PeakRecord
     peak_without_activations: PeakRecord
     traffic: list[TrafficRecord]
-    flops: dict[str, int]
+    flops: dict[str, Count]
     seconds: dict[str, float]
 
     def sent(self) -> int:
@@ -80,13 +81,13 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the closed forms say of one step of one scheme."""
 
-    resident: dict[str, int]
-    peak: dict[str, int]
-    peak_without_activations: dict[str, int]
-    traffic: dict[str, dict[str, int]]
-    padding: list[int]
-    padding_sent: list[int]
-    flops: dict[str, int]
+    resident: dict[str, Count]
+    peak: dict[str, Count]
+    peak_without_activations: dict[str, Count]
+    traffic: dict[str, dict[str, Count]]
+    padding: list[Count]
+    padding_sent: list[Count]
+    flops: dict[str, Count]
 
 
 class EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, array_like=True):
@@ -95,8 +96,8 @@ class EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kind: str
     name: str
     unit: str
-    nbytes: int
-    held: int
+    nbytes: Count
+    held: Count
     seconds: float
     phase: str
 
@@ -104,19 +105,19 @@ class EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Death(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
 
-    step: int
-    rank: int
+    step: Count
+    rank: Count
     band: str
     unit: str
-    asked: int
-    held: dict[str, int]
+    asked: Count
+    held: dict[str, Count]
 
 
 class SchemeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One scheme's run: every step measured, the prediction, and the events of the last step."""
 
     name: str
-    stage: int
+    stage: Count
     prediction: Prediction
     steps: list[StepRecord]
     events: list[EventRecord]
@@ -132,8 +133,8 @@ class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     scheme: str
-    step: int
-    differing: dict[str, int]
+    step: Count
+    differing: dict[str, Count]
     largest: dict[str, float]
 
 
@@ -143,37 +144,37 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Zero and empty where the run did not survive.
     """
 
-    ranks: int
+    ranks: Count
     scheme: str
-    resident: int
-    resident_predicted: int
-    peak: int
-    peak_predicted: int
-    peak_without_activations: int
-    peak_without_activations_predicted: int
-    sent: int
-    sent_predicted: int
+    resident: Count
+    resident_predicted: Count
+    peak: Count
+    peak_predicted: Count
+    peak_without_activations: Count
+    peak_without_activations_predicted: Count
+    sent: Count
+    sent_predicted: Count
     survives: bool
     survives_predicted: bool
-    resident_by_band: dict[str, int]
+    resident_by_band: dict[str, Count]
     events: list[EventRecord]
 
 
 class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How far the master weights of one run are from another's after each step."""
 
-    differing: list[int]
+    differing: list[Count]
     largest: list[float]
 
 
 class WholeModelGather(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """ZeRO-3 that gathers everything at once, beside ZeRO-2 at rest. Bytes per rank."""
 
-    states: int
-    gathered: int
-    zero2_resident: int
-    peak: int
-    peak_by_layer: int
+    states: Count
+    gathered: Count
+    zero2_resident: Count
+    peak: Count
+    peak_by_layer: Count
 
 
 class NarrowWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,9 +185,9 @@ class NarrowWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     wire: str
-    sent: int
-    sent_fp32: int
-    gradient_differing: int
+    sent: Count
+    sent_fp32: Count
+    gradient_differing: Count
     gradient_largest_relative: float
     drift: Drift
 
@@ -210,8 +211,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     check: str
     scheme: str
-    ranks: int
-    step: int
+    ranks: Count
+    step: Count
     rank: int
     quantity: str
     measured: str
@@ -264,5 +265,8 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Read what ``save`` wrote. ResultsError, with the reason, for anything else."""
+    """Read what ``save`` wrote. ResultsError, with the reason, for anything else.
+
+    Whether its parts agree with each other is another question: ``soundness.load`` asks both.
+    """
     return read(path, SCHEMA, Results)

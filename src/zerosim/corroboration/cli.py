@@ -27,10 +27,9 @@ from zerosim.corroboration.records import (
     encode,
     save,
 )
-from zerosim.refusals import errors_for_people, printing, writable
+from zerosim.refusals import INTERRUPTED, Folder, errors_for_people, printing, writable
 
 RANKS = 4
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 @click.command()
@@ -96,7 +95,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default=Path("out"),
     show_default=True,
     help="Folder for corroborate.json (and frameworks.json).",
