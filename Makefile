@@ -20,7 +20,7 @@ PYTHONPATH=$(CURDIR)/$(WHEEL) $(BIN)/pytest -n auto $(ARGS)
 endef
 
 .DELETE_ON_ERROR:
-.PHONY: help lab corroborate test test-light lint bench record readme clean
+.PHONY: help lab corroborate test test-light lint bench mutants record readme clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,8 +42,11 @@ lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(VENV)/.lab ## time a training step (ARGS="..." goes to the benchmark)
-	@$(BIN)/python benchmarks/bench_step.py $(ARGS)
+bench: $(VENV)/.bench ## time a step beside its floor and its rivals (ARGS="..." goes to the benchmark)
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+mutants: $(VENV)/.mutants ## change the source in one place at a time; the tests must notice (ARGS="--jobs 4")
+	@$(BIN)/python scripts/mutants.py $(ARGS)
 
 record: $(VENV)/.torch ## run the recorded commands again (ARGS="lab card" for some of them)
 	@$(BIN)/python scripts/record.py $(ARGS)
@@ -62,8 +65,10 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.lab: EXTRAS =
 $(VENV)/.dev: EXTRAS = [dev]
-$(VENV)/.torch: EXTRAS = [dev,torch]
-$(VENV)/.lab $(VENV)/.dev $(VENV)/.torch: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+$(VENV)/.torch: EXTRAS = [dev,torch,plan]
+$(VENV)/.bench: EXTRAS = [bench]
+$(VENV)/.mutants: EXTRAS = [dev,mutants]
+$(VENV)/.lab $(VENV)/.dev $(VENV)/.torch $(VENV)/.bench $(VENV)/.mutants: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing zerosim$(EXTRAS) into $(VENV)"
 	@$(PIP) --constraint constraints.txt --editable '.$(EXTRAS)'
 	@touch $@

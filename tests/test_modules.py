@@ -14,16 +14,16 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from zerosim import torch_demo, torch_run, torch_trace, torch_watch  # noqa: E402
 from zerosim.bands import Array, Band  # noqa: E402
 from zerosim.dry import DryRing  # noqa: E402
 from zerosim.layers import Role  # noqa: E402
 from zerosim.measure import Phase, Report  # noqa: E402
+from zerosim.modules import demo, run, trace, watch  # noqa: E402
+from zerosim.modules.model import TorchModel, cross_entropy, measure  # noqa: E402
+from zerosim.modules.units import partition  # noqa: E402
 from zerosim.optimizer import Adam  # noqa: E402
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2, ZeRO3  # noqa: E402
 from zerosim.shapes import ModelShapes, ShapeModel, Tensor, UnitShapes  # noqa: E402
-from zerosim.torch_model import TorchModel, cross_entropy, measure  # noqa: E402
-from zerosim.torch_units import partition  # noqa: E402
 
 ROWS, LENGTH, WIDTH, HEADS, VOCABULARY = 3, 5, 14, 2, 256
 Batch = list[tuple[Array, Array]]
@@ -100,7 +100,7 @@ def repeated() -> nn.Module:
 
 
 def decoder() -> nn.Module:
-    return torch_demo.Decoder(length=LENGTH, width=WIDTH, heads=HEADS, blocks=1)
+    return demo.Decoder(length=LENGTH, width=WIDTH, heads=HEADS, blocks=1)
 
 
 class Case(NamedTuple):
@@ -113,7 +113,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "decoder": Case(decoder, torch_demo.Block, cross_entropy, lambda n: tokens(n, ROWS, LENGTH)),
+    "decoder": Case(decoder, demo.Block, cross_entropy, lambda n: tokens(n, ROWS, LENGTH)),
     "tied": Case(Tied, nn.Linear, cross_entropy, lambda n: tokens(n, ROWS, LENGTH, below=10)),
     "frozen base": Case(frozen_base, nn.Linear, squared, lambda n: numbers(n, (ROWS, 1), (ROWS, 125))),
     "partly frozen": Case(partly_frozen, nn.Linear, squared, lambda n: numbers(n, (ROWS, 5), (ROWS, 3))),
@@ -247,7 +247,7 @@ def test_a_decoder_is_trained_alike_by_all_schemes(ranks: int, precision: str, c
     """A transformer on bytes of text has the same bits under all schemes, in every state, on every rank."""
     model = model_of(CASES["decoder"], compute=compute)
     schemes = [stage(model, ranks, precision=precision) for stage in SCHEMES]
-    for batch in torch_demo.batches(3, ranks, rows=ROWS, length=LENGTH):
+    for batch in demo.batches(3, ranks, rows=ROWS, length=LENGTH):
         assert len({scheme.step(batch) for scheme in schemes}) == 1
     assert [differing(scheme, schemes[0]) for scheme in schemes] == [[]] * len(SCHEMES)
 
@@ -267,9 +267,9 @@ def test_other_modules_are_trained_alike_by_all_schemes(name: str) -> None:
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_the_decoder_learns() -> None:
     """On its text the decoder's loss falls from that of guessing, ln 256, by a third in 30 steps."""
-    model = torch_demo.demo_model(length=LENGTH, width=16, heads=HEADS, blocks=1)
+    model = demo.demo_model(length=LENGTH, width=16, heads=HEADS, blocks=1)
     scheme = ZeRO3(model, 2)
-    losses = [scheme.step(batch) for batch in torch_demo.batches(30, 2, rows=ROWS, length=LENGTH)]
+    losses = [scheme.step(batch) for batch in demo.batches(30, 2, rows=ROWS, length=LENGTH)]
     assert losses[0] > np.log(VOCABULARY) * 0.95
     assert np.mean(losses[-5:]) < losses[0] * 2 / 3
 
@@ -562,13 +562,13 @@ def test_equal_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return functional.softplus(y) if self.smooth else torch.tanh(y)
 
     runs = []
-    once = torch_run._cost
+    once = run._cost
 
     def counted(*args: Any) -> Any:
         runs.append(args)
         return once(*args)
 
-    monkeypatch.setattr(torch_run, "_cost", counted)
+    monkeypatch.setattr(run, "_cost", counted)
     module = nn.Sequential(nn.Linear(5, 5), *(Either(smooth) for smooth in (False, False, True, False, True)))
     shapes = measure(
         module, torch.zeros(ROWS, 5), (Either, nn.Linear), compute="fp32", loss=squared, target=torch.zeros(ROWS, 5)
@@ -672,7 +672,7 @@ def test_kernels_are_those_of_a_card() -> None:
 def test_products_of_groups_are_counted() -> None:
     """Grouped products, of which a mixture of experts consists, cost what all their rows cost."""
     rows, experts = 32, 4
-    with torch_watch.Flops() as flops:
+    with watch.Flops() as flops:
         x, weights = torch.zeros(rows, 16, device="meta"), torch.zeros(experts, 16, 24, device="meta")
         ends = torch.zeros(experts, dtype=torch.int32, device="meta")
         torch._grouped_mm(x.bfloat16(), weights.bfloat16(), offs=ends)
@@ -710,7 +710,7 @@ def test_units_are_answered_for_only_within_the_block() -> None:
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(ROWS, 3)
     module[1].forward = own = lambda x: 2 * x
     before = module(x)
-    with torch_trace.intercepted(module, partition(module, nn.Linear), lambda unit, forward, args, kwargs: -args[0]):
+    with trace.intercepted(module, partition(module, nn.Linear), lambda unit, forward, args, kwargs: -args[0]):
         assert torch.equal(module(x), x)
     assert torch.equal(module(x), before)
     assert "forward" not in vars(module[0])
@@ -722,7 +722,7 @@ def test_measuring_leaves_the_module_alone() -> None:
     module = decoder()
     before = [each.detach().clone() for each in module.parameters()]
     forward = module.blocks[0].forward
-    measure(module, torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch_demo.Block)
+    measure(module, torch.zeros(ROWS, LENGTH, dtype=torch.int64), demo.Block)
     assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
     assert module.blocks[0].forward == forward
     assert "forward" not in vars(module.blocks[0])
@@ -904,12 +904,12 @@ def test_other_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="x of rank 0 must be finite; it has 15"):
         model_of(CASES["normalised"]).check([(nan, nan)], 1)
     with pytest.raises(ValueError, match="more than length=600 bytes"):
-        list(torch_demo.batches(1, 1, length=600))
+        list(demo.batches(1, 1, length=600))
 
 
 def test_the_demo_runs() -> None:
     """The demo trains under all four schemes and says that their weights are alike."""
-    result = CliRunner().invoke(torch_demo.main, ["--ranks", "2", "--steps", "1"])
+    result = CliRunner().invoke(demo.main, ["--ranks", "2", "--steps", "1"])
     assert result.exit_code == 0, result.output
     assert result.output.count("weights alike bit for bit") == len(SCHEMES) - 1
     assert "ZeRO-3         loss" in result.output

@@ -234,6 +234,7 @@ class Scheme:
         x, target = self._load(given), self._load(wanted)
         with self._parameters.for_pass(self.layers), self.ledger.during(Phase.FORWARD):
             y, saved = self._forward(x)
+        self._work.unit = "loss"
         losses, dy = self.model.loss(y, target, self._work)
         with self._parameters.for_pass(self.layers), self.ledger.during(Phase.BACKWARD):
             self._backward(saved, dy, last)

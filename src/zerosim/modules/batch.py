@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array
-from zerosim.torch_units import numpy_dtype
+from zerosim.modules.units import numpy_dtype
 
 
 def check_batch(

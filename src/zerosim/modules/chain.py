@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from zerosim.torch_trace import intercepted, tensors
-from zerosim.torch_units import Unit
+from zerosim.modules.trace import intercepted, tensors
+from zerosim.modules.units import Unit
 
 
 @dataclass(frozen=True)

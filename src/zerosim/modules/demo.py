@@ -1,7 +1,7 @@
-"""A decoder transformer that learns bytes of text, under all four schemes: ``python -m zerosim.torch_demo``.
+"""A decoder transformer that learns bytes of text, under all four schemes: ``python -m zerosim.modules.demo``.
 
 Owns a small language model, as one would write it for torch, its batches and the comparison.
-It is an example of ``torch_model``: nothing here is needed to train another module.
+It is an example of ``modules.model``: nothing here is needed to train another module.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from zerosim.bands import Array
+from zerosim.modules.model import TorchModel
 from zerosim.optimizer import Adam
 from zerosim.schemes import SCHEMES
-from zerosim.torch_model import TorchModel
 
 TEXT = (
     "A rank that keeps everything needs no one. It has the parameters, the gradients, the master weights and both "

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from zerosim.modules.run import Loss, Run, shape_of
+from zerosim.modules.trace import arguments, map_tensors, on_meta, tensors, to_meta
+from zerosim.modules.units import Wrap, partition
 from zerosim.shapes import GroupShapes, ModelShapes
-from zerosim.torch_run import Loss, Run, shape_of
-from zerosim.torch_trace import arguments, map_tensors, on_meta, tensors, to_meta
-from zerosim.torch_units import Wrap, partition
 
 CHECKPOINTS = ("none", "full", "selective")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,7 +43,7 @@ def measure(
 
     * ``inputs``: what it is called with, a tensor, a tuple, or a mapping of keywords, on any device;
       the first tensor is the batch's x, and its first axis the rows.
-    * ``wrap``: the class of the blocks, several, or a predicate (see ``torch_units.partition``).
+    * ``wrap``: the class of the blocks, several, or a predicate (see ``units.partition``).
     * ``compute``: the dtype of the parameters that forward reads, ``"fp32"``, ``"fp16"`` or ``"bf16"``;
       floating-point inputs are in it as well, buffers in their own.
     * ``checkpoint``: of the units that ``wrap`` matched: ``"none"``; ``"full"``, each keeps its input

@@ -20,15 +20,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from zerosim.bands import Array
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role, Workspace
-from zerosim.torch_batch import check_batch
-from zerosim.torch_chain import Link, chain
-from zerosim.torch_measure import DTYPES, cross_entropy, measure
-from zerosim.torch_rows import OUTPUT, Held, drop, row, store, view
-from zerosim.torch_run import Loss
-from zerosim.torch_tape import Tape
-from zerosim.torch_trace import map_tensors
-from zerosim.torch_units import Part, Wrap, partition
-from zerosim.torch_watch import Flops
+from zerosim.modules.batch import check_batch
+from zerosim.modules.chain import Link, chain
+from zerosim.modules.measure import DTYPES, cross_entropy, measure
+from zerosim.modules.rows import OUTPUT, Held, drop, row, store, view
+from zerosim.modules.run import Loss
+from zerosim.modules.tape import Tape
+from zerosim.modules.trace import map_tensors
+from zerosim.modules.units import Part, Wrap, partition
+from zerosim.modules.watch import Flops
 
 __all__ = ["TorchModel", "TorchUnit", "cross_entropy", "measure"]
 
@@ -132,7 +132,7 @@ class TorchUnit:
 
 
 class TorchModel:
-    """``module`` cut into units (``wrap``: see ``torch_units.partition``), for a ``Scheme`` in the simulator.
+    """``module`` cut into units (``wrap``: see ``units.partition``), for a ``Scheme`` in the simulator.
 
     * ``inputs``: an example of one rank's x [B, ...], by which the units' order is found.
     * ``compute``: the dtype of the arithmetic and of floating-point activations, ``"fp32"``, ``"fp16"`` or

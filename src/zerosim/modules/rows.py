@@ -13,8 +13,8 @@ import torch
 
 from zerosim.bands import Array
 from zerosim.layers import Workspace
-from zerosim.torch_tape import Kept
-from zerosim.torch_units import numpy_dtype
+from zerosim.modules.tape import Kept
+from zerosim.modules.units import numpy_dtype
 
 _ALIGNED = 64  # bytes; a kernel may sum in another order where its operands start elsewhere
 OUTPUT = " output"  # no name of a parameter

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from zerosim.modules.tape import Kept, Tape, total
+from zerosim.modules.trace import intercepted, map_tensors, origins, tensors
+from zerosim.modules.units import Unit, numpy_dtype
+from zerosim.modules.watch import Flops, Fused, Watch
 from zerosim.shapes import Tensor, UnitShapes
-from zerosim.torch_tape import Kept, Tape, total
-from zerosim.torch_trace import intercepted, map_tensors, origins, tensors
-from zerosim.torch_units import Unit, numpy_dtype
-from zerosim.torch_watch import Flops, Fused, Watch
 
 Loss = Callable[[Any, Any], Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zerosim.torch_units import Unit
+from zerosim.modules.units import Unit
 
 Forward = Callable[..., Any]
 Intercept = Callable[[Unit, Forward, tuple[Any, ...], dict[str, Any]], Any]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from zerosim.torch_trace import tensors
+from zerosim.modules.trace import tensors
 
 _aten: Any = torch.ops.aten
 _FUSED_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu

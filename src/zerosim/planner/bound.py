@@ -76,10 +76,10 @@ def operations(report: Report, groups: Mapping[str, Collection[str]] | None = No
             position -= 1
             for group in (groups or {}).get(event.unit, (event.unit,)):
                 waiting[group] = position
-            found.append(Computed(event.unit, Phase(event.name), event.count))
+            found.append(Computed(event.unit, Phase(event.name), event.amount))
         else:
             needed_by = waiting.get(event.unit) if event.name == "all-gather" else None
-            found.append(Sent(event.unit, event.nbytes, event.count, needed_by))
+            found.append(Sent(event.unit, event.nbytes, event.amount, needed_by))
     return found[::-1]
 
 

@@ -24,12 +24,12 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     dtype = next(name for name, known in WIRES.items() if known == working)
     chosen = card(question.card or ASSUMED)
     given: dict[str, Any] = {
-        name: value
+        name: value if name.startswith("hop") else round(value)
         for name in ("within", "between", "hop_within", "hop_between", "node")
         if (value := getattr(asked, name)) is not None
     }
     if asked.peak is not None:
-        given["peak"] = {**chosen.peak, dtype: asked.peak}
+        given["peak"] = {**chosen.peak, dtype: round(asked.peak)}
     chosen = replace(chosen, **given)
     return chosen, Cluster(
         card=chosen.name,

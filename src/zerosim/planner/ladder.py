@@ -1,0 +1,135 @@
+"""The ladder: how large a model of a family each stage holds on N cards, found by running the schedule.
+
+Owns the families, each a model for every integer from 1 on, larger and larger. Must not know
+how a plan is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import msgspec
+
+from zerosim.planner import search
+from zerosim.planner.records import Ladder, Plan, Question, Rung
+from zerosim.planner.runs import Ran, Runner
+from zerosim.planner.sources import Perceptron, Source
+from zerosim.schemes import SCHEMES
+
+MOST = 1024  # the largest member of a family that is tried
+WIDTH = 128  # of a head, and by how much a model is wider than the one before
+MLP_LAYERS = 16
+
+
+@dataclass(frozen=True)
+class Family:
+    """A name, what its members are, and how the k-th is made: what it is called, and its source."""
+
+    name: str
+    about: str
+    member: Callable[[int], tuple[str, Source]]
+
+
+def _mlp(k: int) -> tuple[str, Source]:
+    width = WIDTH * k
+    return f"{MLP_LAYERS} layers of width {width:,}", Perceptron([width] * (MLP_LAYERS + 1))
+
+
+def _decoder(k: int, **values: Any) -> tuple[str, Source]:
+    from zerosim.planner import torch_configs
+
+    shape = f"{k} layers of width {WIDTH * k:,}"
+    return shape, torch_configs.from_values(values, f"a decoder of {shape}")
+
+
+def _gpt(k: int) -> tuple[str, Source]:
+    return _decoder(
+        k, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_layer=k, n_embd=WIDTH * k, n_head=k,
+        n_positions=2048, vocab_size=50_257,
+    )  # fmt: skip
+
+
+def _llama(k: int) -> tuple[str, Source]:
+    width = WIDTH * k
+    return _decoder(
+        k, model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=k, hidden_size=width,
+        num_attention_heads=k, num_key_value_heads=gcd(k, 8), intermediate_size=7 * width // 2, vocab_size=128_256,
+        max_position_embeddings=131_072, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        Family("mlp", f"The k-th perceptron has {MLP_LAYERS} layers of width {WIDTH}k.", _mlp),
+        Family(
+            "gpt",
+            f"The k-th GPT-2 has k layers of width {WIDTH}k with k heads, 2,048 positions and 50,257 tokens; k = 96 is "
+            f"the shape of GPT-3.",
+            _gpt,
+        ),
+        Family(
+            "llama",
+            f"The k-th Llama has k layers of width {WIDTH}k with k heads, of keys and values as many as k and 8 have "
+            f"in common, a feed-forward of 3.5 times the width, and 128,256 tokens; k = 32 is Llama-3.1-8B.",
+            _llama,
+        ),
+    )
+}
+
+
+def work(question: Question) -> int:
+    """How often ``added`` tells that it has advanced."""
+    return len(question.stages) * len(question.asked) if question.ladder else 0
+
+
+def added(plan: Plan, advance: Callable[[str], None]) -> Plan:
+    """The plan with the ladder that its question asks for. ValueError if it asks for none, or for no card."""
+    question = plan.question
+    family = FAMILIES.get(question.ladder or "")
+    if family is None or question.memory is None:
+        raise ValueError(
+            f"plan(ladder): one of {', '.join(FAMILIES)}, and the memory of a card; got {question.ladder!r} and "
+            f"{question.memory!r}."
+        )
+    climber = _Climber(family, question)
+    rungs = []
+    for ranks in question.asked:
+        first = 1
+        for stage in question.stages:
+            rung = climber.rung(stage, ranks, question.memory, max(first, 1))
+            first = rung.size
+            rungs.append(rung)
+            advance(f"largest {family.name} under {SCHEMES[stage].name}, N = {ranks:,}")
+    return msgspec.structs.replace(plan, ladder=Ladder(family=family.name, about=family.about, rungs=rungs))
+
+
+class _Climber:
+    """Tries members of a family; what is made ready for one is kept for the other stages and numbers of GPUs."""
+
+    def __init__(self, family: Family, question: Question) -> None:
+        self._family, self._question = family, question
+        self._runners: dict[int, tuple[str, Runner]] = {}
+
+    def rung(self, stage: int, ranks: int, memory: int, first: int) -> Rung:
+        """The largest member that a card holds under a stage on ``ranks`` of them."""
+        size = search.largest(lambda k: self._runner(k)[1].fits(stage, ranks, memory), MOST, first=first)
+        name = SCHEMES[stage].name
+        if not size:
+            return Rung(stage=stage, name=name, ranks=ranks, size=0, shape="", params=0, peak=None, at_least=False)
+        shape, runner = self._runner(size)
+        ran = runner.run(stage, ranks, memory)
+        assert isinstance(ran, Ran), "the search has found that it fits"
+        return Rung(
+            stage=stage, name=name, ranks=ranks, size=size, shape=shape,
+            params=runner.ready(stage).model.n_params, peak=ran.peak, at_least=size == MOST,
+        )  # fmt: skip
+
+    def _runner(self, k: int) -> tuple[str, Runner]:
+        if k not in self._runners:
+            shape, source = self._family.member(k)
+            self._runners[k] = shape, Runner(source, self._question)
+        return self._runners[k]

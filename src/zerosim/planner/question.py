@@ -1,0 +1,113 @@
+"""What a plan may be asked, checked before any of it is run.
+
+Owns the rules for the options and the words of their errors. Must not know the simulator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import inf
+from typing import Literal
+
+import msgspec
+
+from zerosim import sizes
+from zerosim.bands import PRECISIONS, WIRES, DType
+from zerosim.planner.records import Question
+
+MOST_RANKS = 65_536
+MOST_ROWS = 2**31
+_RANGE = re.compile(r"(\d+)\s*(?:-|\.\.|:)\s*(\d+)")
+
+
+def gpus(texts: Sequence[str]) -> list[int]:
+    """Numbers of GPUs from what was typed: 8, or 4,8,16, or 2-64, which is the powers of two from 2 to 64 and its ends.
+
+    ValueError for anything but integers from 1 to ``MOST_RANKS``.
+    """
+    found: list[int] = []
+    for text in (part.strip() for each in texts for part in each.split(",")):
+        if match := _RANGE.fullmatch(text):
+            low, high = map(int, match.groups())
+            if not 1 <= low <= high <= MOST_RANKS:
+                raise ValueError(
+                    f"plan(gpus): a range goes from a smaller number to a larger, 1 to {MOST_RANKS:,}, as in 2-64; "
+                    f"got {text!r}."
+                )
+            found += [low, *(1 << power for power in range(17) if low < 1 << power < high), high]
+        elif text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= MOST_RANKS:
+            found.append(int(text))
+        else:
+            raise ValueError(
+                f"plan(gpus): a number of GPUs is an integer from 1 to {MOST_RANKS:,}, several with commas, or a "
+                f"range as in 2-64; got {text!r}."
+            )
+    return sorted(set(found))
+
+
+def around(ranks: int) -> list[int]:
+    """A number of GPUs with the powers of two on both its sides, two each."""
+    below = [1 << power for power in range(17) if 1 << power < ranks][-2:]
+    above = [1 << power for power in range(17) if 1 << power > ranks][:2]
+    return [*below, ranks, *above]
+
+
+def bucket(text: str, precision: str | None) -> Literal["layer", "model"] | int:
+    """``layer``, ``model``, or the parameters whose gradients fill a size with a unit; ValueError for anything else."""
+    if text == "layer" or text == "model":
+        return text  # type: ignore[return-value]
+    try:
+        nbytes = sizes.parse(text)
+    except ValueError as error:
+        raise ValueError(f"plan(bucket): 'layer', 'model', or a size. {error}") from error
+    return max(1, nbytes // gradient(precision or "mixed").itemsize)
+
+
+def stages(known: Sequence[int], precision: str) -> list[int]:
+    """Those of a convention's stages that can use a precision: some exist only while parameters are gathered."""
+    everywhere = PRECISIONS[precision].everywhere
+    return [stage for stage in known if everywhere or stage == max(known)]
+
+
+def gradient(precision: str) -> DType:
+    """The dtype of a precision's gradients."""
+    row = PRECISIONS[precision]
+    return row.grads or row.working
+
+
+def check(question: Question) -> Question:
+    """The question, once it is known to be sound; ValueError with what would work."""
+    for name in ("precision", "wire", "wire_params"):
+        known = PRECISIONS if name == "precision" else WIRES
+        value = getattr(question, name)
+        if value is not None and value not in known:
+            raise ValueError(f"plan({name}): one of {', '.join(known)}; got {value!r}.")
+    if not question.gpus or not question.asked:
+        raise ValueError("plan(gpus): at least one number of GPUs is needed, as in --gpus 8.")
+    if not question.stages:
+        raise ValueError("plan(stages): at least one of the stages 0, 1, 2 and 3 is needed.")
+    for name, most in (("micro_batch", MOST_ROWS), ("sequence", MOST_ROWS), ("accumulate", 2**16), ("prefetch", 2**16)):
+        value = getattr(question, name)
+        if value is not None and value > most:
+            raise ValueError(f"plan({name}): at most {most:,}; got {value:,}. Pass fewer.")
+    for name in ("efficiency", "peak", "within", "between", "hop_within", "hop_between"):
+        value = getattr(question.network, name)
+        if value is not None and not 0 < value < inf:
+            raise ValueError(f"plan({name}): a positive number is needed; got {value!r}.")
+    efficiency = question.network.efficiency
+    if efficiency is not None and efficiency > 1:
+        raise ValueError(f"plan(efficiency): a part of the peak, above 0 and at most 1; got {efficiency!r}.")
+    try:
+        return msgspec.convert(msgspec.to_builtins(question), Question)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"plan: {error}.") from error
+
+
+def beyond(ranks: int, params: int) -> None:
+    """Refuse more ranks than there are parameters."""
+    if ranks > params:
+        raise ValueError(
+            f"plan(gpus): {ranks:,} ranks cannot share out {params:,} parameters: some would own nothing but padding. "
+            f"Use at most {params:,}."
+        )

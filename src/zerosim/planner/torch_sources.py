@@ -1,0 +1,156 @@
+"""Models that torch describes: measured on the meta device, anew for every micro-batch and length of row.
+
+Owns the source of a torch module, and the reading of a Python path. The code behind a path is
+run because the caller has named it; nothing else is. Must not know stages, N or cards.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerosim.bands import FP32
+from zerosim.model import MLP
+from zerosim.modules.measure import cross_entropy, measure
+from zerosim.planner.sources import Load, Perceptron, Ready, Source, too_large
+from zerosim.shapes import ShapeModel
+
+SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many
+KEYS = {
+    "module": "the torch.nn.Module",
+    "inputs": "a function of rows and sequence that gives what the module is called with",
+    "wrap": "the class of the blocks, several, or a predicate on modules",
+    "loss": "a function of the module's output and the target",
+    "target": "a function of rows and sequence that gives an example of the target",
+    "sequence": "the length of a row, or None where rows have none",
+}
+
+HINT = "It was called with token numbers [rows, sequence]; if it takes others, return a mapping with inputs."
+
+Inputs = Callable[[int, int | None], Any]
+
+
+class TorchSource:
+    """A module on the meta device. ``inputs`` and ``target`` are functions of rows and length of a row."""
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        module: torch.nn.Module,
+        inputs: Inputs,
+        wrap: Any,
+        *,
+        sequence: int | None,
+        most: int | None = None,
+        loss: Callable[[Any, Any], Any] = cross_entropy,
+        target: Inputs | None = None,
+        notes: Sequence[str] = (),
+        hint: str = "",
+    ) -> None:
+        self.kind, self.name, self.sequence, self.notes = kind, name, sequence, list(notes)
+        self._module, self._inputs, self._wrap, self._most = module, inputs, wrap, most
+        self._loss, self._target, self._hint = loss, target, hint
+        too_large(sum(parameter.numel() for parameter in module.parameters()))
+
+    def ready(self, load: Load, rows: int) -> Ready:
+        sequence = load.sequence or self.sequence
+        if load.sequence is not None and self.sequence is None:
+            raise ValueError("plan(seq): rows of this model have no length. Leave --seq out and use --micro-batch.")
+        if sequence is not None and self._most is not None and sequence > self._most:
+            raise ValueError(
+                f"plan(seq): {self.name} has positions for at most {self._most:,} tokens a row; got {sequence:,}."
+            )
+        compute = "fp32" if load.working == FP32 else "bf16"  # as many bytes as fp16, which some kernels do not take
+        try:
+            shapes = measure(
+                self._module,
+                self._inputs(load.rows, sequence),
+                self._wrap,
+                compute=compute,
+                checkpoint=load.checkpoint,
+                loss=self._loss,
+                target=None if self._target is None else self._target(load.rows, sequence),
+            )
+        except ValueError as error:
+            hint = "Some kernels take 16 bits only: try --precision bf16." if compute == "fp32" else ""
+            raise ValueError(" ".join(filter(None, (str(error), self._hint, hint)))) from error
+        model = ShapeModel(shapes, temporaries=True)
+        return Ready(model, model.batch(rows // load.rows), largest_module=_largest(self._module))
+
+
+def _largest(module: torch.nn.Module) -> int:
+    """Parameters that the largest single module has itself."""
+    return max(int(sum(own.numel() for own in each.parameters(recurse=False))) for each in module.modules())
+
+
+def tokens(rows: int, sequence: int | None) -> torch.Tensor:
+    """Token numbers [rows, sequence], without values."""
+    return torch.empty((rows, sequence or 1), dtype=torch.int64, device="meta")
+
+
+def from_python(text: str) -> Source:
+    """The model that ``package.module:factory`` returns when it is called, on the meta device.
+
+    A module, or a mapping with ``KEYS``, or an ``MLP``. ValueError, with what would work, for
+    anything else and for whatever goes wrong in that code.
+    """
+    path, _, attribute = text.partition(":")
+    try:
+        factory: Any = importlib.import_module(path)
+        for name in attribute.split("."):
+            factory = getattr(factory, name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"plan(MODEL): {text!r} is no Python path here: {error}. Name a module that can be imported and a function "
+            f"in it that returns a model, package.module:factory."
+        ) from error
+    except Exception as error:
+        raise ValueError(f"plan(MODEL): importing {path} failed: {type(error).__name__}: {error}.") from error
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except Exception as error:
+        raise ValueError(
+            f"plan(MODEL): {text}() failed on the meta device, where tensors have shapes and no values: "
+            f"{type(error).__name__}: {error}. It must return a model without arguments, and without reading values."
+        ) from error
+    return _source(made, text)
+
+
+def _source(made: Any, text: str) -> Source:
+    if isinstance(made, MLP):
+        return Perceptron(made.widths)
+    parts: Mapping[str, Any] = made if isinstance(made, Mapping) else {"module": made}
+    module = parts.get("module")
+    unknown = [key for key in parts if key not in KEYS]
+    if not isinstance(module, torch.nn.Module) or unknown:
+        keys = "; ".join(f"{key!r}, {what}" for key, what in KEYS.items())
+        raise ValueError(
+            f"plan(MODEL): {text}() must return a torch.nn.Module, or a mapping with {keys}; got "
+            f"{f'unknown key {unknown[0]!r}' if unknown else repr(made)[:80]}."
+        )
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"plan(MODEL): {text}() returned a {type(module).__name__} that has no parameters.")
+    options = {key: parts[key] for key in ("loss", "target") if parts.get(key) is not None}
+    return TorchSource(
+        "Python path",
+        f"{text} ({type(module).__name__})",
+        module,
+        parts.get("inputs") or tokens,
+        parts["wrap"] if parts.get("wrap") is not None else blocks(module),
+        sequence=parts.get("sequence", None if parts.get("inputs") else SEQUENCE),
+        notes=[] if parts.get("inputs") else ["called with token numbers [rows, sequence]"],
+        hint="" if parts.get("inputs") else HINT,
+        **options,
+    )
+
+
+def blocks(module: torch.nn.Module) -> tuple[type[torch.nn.Module], ...]:
+    """The rule where none is given: the classes of what stands in a ModuleList, or else of the module's own parts."""
+    listed = [child for each in module.modules() if isinstance(each, torch.nn.ModuleList) for child in each]
+    parts = [each for each in listed or module.children() if next(each.parameters(), None) is not None]
+    return tuple(dict.fromkeys(type(each) for each in parts)) or (type(module),)

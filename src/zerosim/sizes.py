@@ -1,0 +1,64 @@
+"""Bytes as people write and read them: GB is a power of ten, GiB a power of two, and both say which they are.
+
+Owns the units. Knows nothing else.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+
+UNITS = {
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("kMGTP", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
+}
+
+
+def parse(text: str) -> int:
+    """Bytes of a number with its unit, as in 80GB, 80 GiB or 1.5MB; a part of a byte is cut off.
+
+    ValueError if there is no unit, or no number, or less than a byte or more than 2**63.
+    """
+    number = text.strip().rstrip("bBiIkKmMgGtTpP ")
+    unit = text.strip()[len(number) :].strip()
+    factor = {name.lower(): factor for name, factor in UNITS.items()}.get(unit.lower())
+    try:
+        value = Decimal(number)
+        known = value.is_finite() and 0 < value < 2**63
+    except InvalidOperation:
+        known = False
+    if known and not unit:
+        raise ValueError(
+            f"{text!r} has no unit: {number}GB is {_whole(value * 1000**3):,} bytes and {number}GiB is "
+            f"{_whole(value * 1024**3):,}. Say which, as in {number}GB."
+        )
+    nbytes = _whole(value * factor) if known and factor else 0
+    if not 1 <= nbytes < 2**63:
+        raise ValueError(
+            f"{text!r} is not a size of at least one byte. Give a number and one of {', '.join(UNITS)}, as in 2MB."
+        )
+    return nbytes
+
+
+def _whole(value: Decimal) -> int:
+    return int(value)
+
+
+def text(nbytes: int, *, binary: bool = False, digits: int = 3) -> str:
+    """Bytes for a reader in the largest unit that they reach: powers of ten, or of two if ``binary``."""
+    base, names = (
+        (1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]) if binary else (1000, ["B", "kB", "MB", "GB", "TB", "PB"])
+    )
+    value, power = float(abs(nbytes)), 0
+    while power < len(names) - 1 and float(f"{value:.{digits}g}") >= base:
+        value, power = value / base, power + 1
+    sign = "-" if nbytes < 0 else ""
+    if power == 0:
+        return f"{nbytes:,} B"
+    decimals = max(0, digits - len(str(int(float(f"{value:.{digits}g}")))))
+    return f"{sign}{value:,.{decimals}f} {names[power]}"
+
+
+def both(nbytes: int, digits: int = 3) -> str:
+    """Bytes in powers of ten, and in powers of two beside it."""
+    return f"{text(nbytes, digits=digits)} ({text(nbytes, binary=True, digits=digits)})"

@@ -1,0 +1,362 @@
+"""The plan: what it finds is what a step's ledger says, and what a card of that size does."""
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+
+from zerosim import sizes
+from zerosim.bands import MODEL_STATES, Band
+from zerosim.data import batches
+from zerosim.dry import DryRing, Shapes
+from zerosim.model import MLP
+from zerosim.planner import answers, chart, console, ladder, models, plan, question, records, search
+from zerosim.planner.records import Plan, Question
+from zerosim.planner.runs import Ran, Runner
+from zerosim.ranks import OutOfMemory
+from zerosim.schemes import SCHEMES, Scheme
+
+WIDTHS = [67, 131, 127, 61]
+TEXT = ",".join(map(str, WIDTHS))
+PARAMS = 67 * 131 + 131 + 131 * 127 + 127 + 127 * 61 + 61
+
+
+def ask(**options: object) -> Question:
+    """A question about the small perceptron on 5 GPUs."""
+    given = {"model": TEXT, "asked": [5], "gpus": [2, 5, 8], "stages": [0, 1, 2, 3], "micro_batch": 3, **options}
+    return question.check(Question(**given))  # type: ignore[arg-type]
+
+
+def made(**options: object) -> Plan:
+    """The plan that answers it."""
+    asked = ask(**options)
+    return plan.make(models.read(asked.model), asked, lambda doing: None)
+
+
+@pytest.fixture(autouse=True)
+def _shorter_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are checked in every call here, which makes a run on thousands of ranks a matter of seconds."""
+    monkeypatch.setattr(plan, "MOST_RANKS", 32)
+    monkeypatch.setattr(plan, "MOST_ROWS", 512)
+
+
+# -- every number is a ledger's
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_cell_is_what_the_simulator_measures(stage: int, ranks: int) -> None:
+    """Resident and peak by band, traffic by collective, FLOPs: equal to a real step of the simulator, to the byte."""
+    scheme = Scheme(SCHEMES[stage], MLP(WIDTHS), ranks, precision="mixed", wire="fp16")
+    scheme.step(next(batches("noise", ranks, 1, 3, (WIDTHS[0], WIDTHS[-1]), 7)))
+    report = scheme.reports[-1]
+    [cell] = made(stages=[stage], gpus=[ranks]).cells
+    assert cell.resident == report.resident
+    assert (cell.peak.total, cell.peak.by_band) == (report.peak.total, report.peak.by_band)
+    assert (cell.peak.unit, cell.peak.phase) == (report.peak.unit, report.peak.phase)
+    moved = {(each.collective, each.band): (each.sent, each.messages) for each in cell.traffic}
+    assert moved == {key: (traffic.sent[0], traffic.messages) for key, traffic in report.traffic.items()}
+    assert cell.flops == {phase: count for phase, count in report.flops.items() if count}
+
+
+def test_the_convention_s_precision_and_wire_reach_the_schedule() -> None:
+    """Mixed precision holds 16 bytes per parameter under data parallel and sends 2 of them around the ring."""
+    found = made(stages=[0], gpus=[5])
+    [cell] = found.cells
+    assert found.precision == "mixed"
+    assert cell.at_rest == 16 * sum(-(-size // 5) * 5 for size in (67 * 131 + 131, 131 * 127 + 127, 127 * 61 + 61))
+    assert cell.sent == 2 * 4 * 2 * sum(-(-size // 5) for size in (67 * 131 + 131, 131 * 127 + 127, 127 * 61 + 61))
+
+
+@pytest.mark.parametrize(
+    ("options", "bands"),
+    [
+        ({"optimizer": "momentum"}, {Band.MOMENTUM}),
+        ({"optimizer": "adam"}, {Band.EXP_AVG, Band.EXP_AVG_SQ}),
+        ({"optimizer": "sgd"}, set()),
+        ({"precision": "fp32"}, {Band.EXP_AVG, Band.EXP_AVG_SQ}),
+        ({"precision": "mixed-main-grads"}, {Band.EXP_AVG, Band.EXP_AVG_SQ, Band.MAIN_GRADS}),
+    ],
+)
+def test_optimizer_and_precision_decide_the_bands(options: dict[str, str], bands: set[Band]) -> None:
+    """A rank holds the states of the optimizer and of the recipe that were asked for, and no other."""
+    [cell] = made(stages=[1], gpus=[5], **options).cells
+    always = {Band.PARAMS, Band.GRADS, *([] if options.get("precision") == "fp32" else [Band.MASTER])}
+    assert set(cell.resident) == {str(band) for band in always | bands}
+
+
+def test_accumulation_gathers_again_for_every_micro_batch() -> None:
+    """Under ZeRO-3 each further micro-batch sends what the first did; under data parallel none sends anything."""
+    once, thrice = made(stages=[0, 3], gpus=[5]), made(stages=[0, 3], gpus=[5], accumulate=3)
+    assert [cell.sent for cell in thrice.cells] == [once.cells[0].sent, 3 * once.cells[1].sent]
+
+
+def test_a_checkpointed_model_keeps_less_and_computes_more() -> None:
+    """Full checkpointing adds a forward to the backward's FLOPs."""
+    plain, less = (made(stages=[3], gpus=[5], checkpoint=each).cells[0] for each in ("none", "full"))
+    assert less.flops["backward"] == plain.flops["backward"] + plain.flops["forward"]
+
+
+def test_prefetch_holds_more_gathered_layers_at_the_peak() -> None:
+    """With one layer gathered ahead two of them are there at the peak."""
+    without, with_one = (made(stages=[3], gpus=[5], prefetch=ahead).cells[0] for ahead in (0, 1))
+    assert with_one.peak.by_band[Band.GATHERED] > without.peak.by_band[Band.GATHERED]
+
+
+def test_units_in_a_row_are_counted_together() -> None:
+    """Layers of one size stand as one entry with their number; all of them together are the model."""
+    model = made(model="7,7,7,7,5", stages=[0], gpus=[2], asked=[2]).model
+    assert [(unit.params, unit.count) for unit in model.units] == [(7 * 7 + 7, 3), (7 * 5 + 5, 1)]
+    assert sum(unit.params * unit.count for unit in model.units) == model.params == model.trainable
+
+
+# -- a card
+
+
+def test_a_step_fits_exactly_from_its_peak_on() -> None:
+    """With a card of the peak's size there is no room left and it fits; with a byte less a hold fails, and is named."""
+    peak = made(stages=[2], gpus=[5]).cells[0].peak.total
+    [cell] = made(stages=[2], gpus=[5], memory=peak).cells
+    assert (cell.room, cell.fits, cell.shortage) == (0, True, None)
+    [cell] = made(stages=[2], gpus=[5], memory=peak - 1).cells
+    assert (cell.room, cell.fits) == (-1, False)
+    assert cell.shortage is not None
+    assert sum(cell.shortage.held.values()) + cell.shortage.asked == peak
+
+
+def test_the_smallest_number_fits_and_the_one_below_it_does_not() -> None:
+    """The schedule itself confirms each smallest N: it runs on so many ranks, and not on one fewer."""
+    memory = 9 * PARAMS
+    found = made(memory=memory, gpus=[5])
+    assert found.smallest[0].ranks is None
+    for each in found.smallest[1:]:
+        assert each.ranks is not None
+        for ranks, fits in ((each.ranks, True), (each.ranks - 1, False)):
+            scheme_runs = _runs(each.stage, ranks, memory)
+            assert scheme_runs is fits, (each.name, ranks)
+        assert each.states_alone is not None
+        assert each.states_alone <= each.ranks
+
+
+def _runs(stage: int, ranks: int, capacity: int, rows: int = 3) -> bool:
+    model = Shapes(MLP(WIDTHS))
+    options = {"wire": "fp16", "ring": DryRing(ranks), "capacity": capacity}
+    try:
+        Scheme(SCHEMES[stage], model, ranks, **options).step(model.batch(rows))  # type: ignore[arg-type]
+    except OutOfMemory:
+        return False
+    return True
+
+
+def test_the_largest_micro_batch_fits_and_one_row_more_does_not() -> None:
+    """The schedule itself confirms each largest micro-batch; where one row is too many it is 0."""
+    memory = 9 * PARAMS
+    found = made(memory=memory, gpus=[5])
+    assert [each.micro_batch > 0 for each in found.largest] == [False, True, True, True]
+    for each in found.largest:
+        assert each.micro_batch == 0 or _runs(each.stage, 5, memory, each.micro_batch)
+        assert not _runs(each.stage, 5, memory, each.micro_batch + 1)
+
+
+def test_the_lowest_stage_that_fits() -> None:
+    """It is the first in the table whose peak a card holds; None where none is."""
+    found = made(memory=9 * PARAMS, gpus=[5])
+    assert [cell.fits for cell in found.at(5)] == [False, True, True, True]
+    assert found.lowest(5) is found.at(5)[1]
+    assert found.lowest(7) is None
+
+
+def test_where_no_number_of_gpus_helps_the_unit_and_the_card_are_named() -> None:
+    """One layer of many is larger than the card: the layer, and the smallest card that would do, which does."""
+    widths = "11,11,509,503,11,11"
+    found = made(model=widths, memory=200_000, gpus=[5], stages=[0, 3])
+    assert found.nowhere is not None
+    assert all(each.ranks is None for each in found.smallest)
+    assert found.nowhere.peak.unit == "layer 3"
+    assert found.nowhere.peak.by_unit["layer 3"] > 200_000
+    again = made(model=widths, memory=found.nowhere.peak.total, gpus=[5], stages=[0, 3])
+    assert again.nowhere is None
+    assert [each.ranks is not None for each in again.smallest] == [False, True]
+    text = " ".join(answers.lines(found))
+    assert f"{found.nowhere.peak.total:,} bytes" in text
+    assert "layer 3 alone" in text
+
+
+def test_a_higher_stage_that_takes_more_is_pointed_out_with_its_cause() -> None:
+    """DeepSpeed's bucket, held in full, costs ZeRO-2 more than it saves: the plan says so and names the band."""
+    found = made(convention="deepspeed", gpus=[5])
+    [rest, *_] = [odd for odd in found.oddities if odd.higher == "ZeRO-2 on 5"]
+    bucket = 2 * 500_000_000
+    grads = found.at(5)[1].resident["grads"] - found.at(5)[2].resident["grads"]
+    assert (rest.lower, rest.quantity, rest.band, rest.band_more) == (
+        "ZeRO-1 on 5",
+        "at rest",
+        "gradient bucket",
+        bucket,
+    )
+    assert rest.more == bucket - grads
+    assert any("the cause is gradient bucket" in line for line in answers.lines(found))
+
+
+def test_a_bucket_s_size_is_the_convention_s_where_it_has_one() -> None:
+    """Under DeepSpeed --bucket is the buffer that is held; under the paper's rules it joins layers."""
+    deepspeed = made(convention="deepspeed", bucket=1009, stages=[2], gpus=[5]).cells[0]
+    assert deepspeed.resident[Band.BUCKET] == 2 * 1009
+    joined = made(bucket=PARAMS, stages=[2], gpus=[5]).cells[0]
+    assert Band.BUCKET not in joined.resident
+    assert joined.peak.by_band[Band.UNREDUCED] >= 2 * PARAMS
+
+
+def test_what_comes_and_goes_is_named_by_unit() -> None:
+    """The units at the peak hold what the bands that do not last hold then."""
+    for cell in made(gpus=[5]).cells:
+        lasting = sum(cell.peak.by_band.get(band, 0) for band in MODEL_STATES)
+        assert sum(cell.peak.by_unit.values()) == cell.peak.total - lasting
+
+
+# -- searching
+
+
+def test_the_smallest_is_found_with_few_questions() -> None:
+    """For every threshold the search finds it, and does not ask about each number."""
+    for threshold in (1, 2, 15, 16, 17, 31, 97, 1000):
+        asked: list[int] = []
+        found = search.smallest(lambda n, t=threshold, seen=asked: seen.append(n) or n >= t, 1000)  # type: ignore[misc]
+        assert found == threshold
+        assert len(asked) <= 40
+    assert search.smallest(lambda n: False, 1000) is None
+    assert search.smallest(lambda n: n == 3, 5) == 3
+
+
+@pytest.mark.parametrize("first", [1, 7, 64])
+def test_the_largest_is_found_from_anywhere(first: int) -> None:
+    """For every threshold the search finds it, wherever it begins, and 0 if nothing holds."""
+    for threshold in (0, 1, 2, 6, 7, 8, 63, 64, 65, 99, 100):
+        assert search.largest(lambda n, t=threshold: n <= t, 100, first=first) == threshold  # type: ignore[misc]
+
+
+# -- the ladder
+
+
+def test_each_rung_is_the_largest_of_the_family_that_a_card_holds() -> None:
+    """The schedule runs the k-th perceptron within the card and not the one after it; a higher stage climbs as far."""
+    memory, ranks = 12 * 10**6, 3
+    asked = ask(memory=memory, ladder="mlp", asked=[ranks], gpus=[ranks], stages=[0, 3])
+    found = ladder.added(plan.make(models.read(asked.model), asked, lambda doing: None), lambda doing: None)
+    assert found.ladder is not None
+    rungs = found.ladder.rungs
+    for rung in rungs:
+        for size, fits in ((rung.size, True), (rung.size + 1, False)):
+            _, source = ladder.FAMILIES["mlp"].member(size)
+            assert isinstance(Runner(source, asked).run(rung.stage, ranks, memory), Ran) is fits
+        assert rung.params == 16 * ((128 * rung.size) ** 2 + 128 * rung.size)
+    assert all(low.size <= high.size for low, high in pairwise(rungs))
+    assert rungs[0].size < rungs[-1].size
+
+
+# -- the record, and how it is shown
+
+
+def test_a_plan_is_written_and_read_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """What is written reads back equal, says its schema, and a damaged file is refused."""
+    found = made(memory=9 * PARAMS, gpus=[5], stages=[0, 2])
+    records.save(found, tmp_path / "plan.json")
+    again = records.load(tmp_path / "plan.json")
+    assert msgspec.to_builtins(again) == msgspec.to_builtins(found)
+    assert again.schema == "zerosim.plan/1"
+    (tmp_path / "plan.json").write_bytes(records.encode(found)[:-20])
+    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/1"):
+        records.load(tmp_path / "plan.json")
+
+
+def test_the_record_s_fields_are_what_is_documented() -> None:
+    """The layout of zerosim.plan/1: who changes it gives it another number."""
+    fields = {
+        kind.__name__: kind.__struct_fields__
+        for kind in (records.Plan, records.Cell, records.Instant, records.Moved, records.Smallest, records.Largest)
+    }
+    assert fields == {
+        "Plan": (
+            "schema", "created", "versions", "question", "precision", "model", "cluster", "cells", "smallest",
+            "largest", "nowhere", "oddities", "estimates", "ladder", "why", "left_out",
+        ),
+        "Cell": ("stage", "name", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time"),
+        "Instant": ("total", "by_band", "unit", "phase", "by_unit"),
+        "Moved": ("collective", "band", "sent", "messages"),
+        "Smallest": ("stage", "name", "ranks", "states_alone", "limit"),
+        "Largest": ("stage", "name", "ranks", "micro_batch", "at_least"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "html"])
+def test_the_chart_is_a_file_of_the_form_that_was_asked_for(form: str) -> None:
+    """Each form begins as such files do, and the page fetches nothing."""
+    found = made(stages=[1, 2], convention="deepspeed")
+    content = chart.drawn(found, form)
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}[form]
+    assert content.startswith(begins)
+    if form == "html":
+        assert b'<script src="http' not in content
+
+
+def test_every_bar_is_a_peak_and_every_part_a_band() -> None:
+    """The heights of the chart's rectangles are the bands of the records, in the unit of the scale."""
+    found = made()
+    figure = chart.peaks(found)
+    bars: list[Any] = [patch for axes in figure.axes for patch in axes.patches]
+    drawn = sorted(round(bar.get_height() * 10**3) for bar in bars)  # from kB
+    assert drawn == sorted(nbytes for cell in found.cells for nbytes in cell.peak.by_band.values())
+
+
+def test_the_tables_say_gb_or_gib() -> None:
+    """Every size in the terminal has its unit; a card in GiB is answered in GiB."""
+    for binary, unit, other in ((False, " kB", "KiB "), (True, " KiB", " kB ")):
+        found = made(binary=binary, gpus=[5])
+        output = _shown(found)
+        rows = [line for line in output.splitlines() if line.strip().startswith(("ZeRO", "data parallel"))]
+        assert rows
+        assert all(unit in line for line in rows[:3])
+        assert not any(other in line for line in rows[:3])
+
+
+def _shown(found: Plan) -> str:
+    import io
+
+    from rich.console import Console
+
+    out = io.StringIO()
+    console.show(found, Console(file=out, width=200), estimates=True)
+    return out.getvalue()
+
+
+def test_estimators_stand_beside_with_their_reasons() -> None:
+    """Each formula has a number, our ledger's beside it, and a reason where the two differ."""
+    found = made(convention="deepspeed", gpus=[5])
+    assert {each.ours for each in found.estimates} == {
+        sum(nbytes for band, nbytes in cell.resident.items()) for cell in found.cells
+    }
+    assert all(each.why for each in found.estimates if each.nbytes != each.ours)
+    output = _shown(found)
+    words = " ".join(output.split())
+    for each in found.estimates:
+        assert each.name.split(",")[0] in words
+        assert each.nbytes == each.ours or each.why in words
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text", "binary"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (1000, "1.00 kB", "1,000 B"),
+        (80 * 10**9, "80.0 GB", "74.5 GiB"),
+        (999_999_999, "1.00 GB", "954 MiB"),
+        (-5 * 10**9, "-5.00 GB", "-4.66 GiB"),
+        (10**18, "1,000 PB", "888 PiB"),
+    ],
+)
+def test_sizes_are_written_in_both_kinds_of_units(nbytes: int, text: str, binary: str) -> None:
+    """Powers of ten and of two, in the largest unit that is reached, three digits."""
+    assert sizes.text(nbytes) == text
+    assert sizes.text(nbytes, binary=True) == binary

@@ -1,0 +1,200 @@
+"""``zerosim plan`` as it is typed: what it answers, and how it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zerosim import sizes
+from zerosim.planner import cli, plan, question, records
+
+MODEL = "67,131,127,61"
+PARAMS = 67 * 131 + 131 + 131 * 127 + 127 + 127 * 61 + 61
+
+
+@pytest.fixture(autouse=True)
+def _shorter_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MOST_RANKS", 32)
+    monkeypatch.setattr(plan, "MOST_ROWS", 512)
+
+
+def run(*arguments: str) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(cli.plan, arguments)
+
+
+def test_it_answers_at_a_glance() -> None:
+    """The table has every stage on the number of GPUs and the powers of two around it; the answers stand below it."""
+    result = run(MODEL, "--gpus", "3", "--memory", "290kB")
+    assert result.exit_code == 0, result.output
+    assert f"{PARAMS:,} parameters" in result.output
+    for answer in (
+        "smallest N that fits (by model states alone): data parallel none",
+        "lowest stage that fits on 3: ZeRO-2, with",
+        "largest micro-batch on 3: data parallel none, ZeRO-1 none, ZeRO-2",
+        "to blame at the peak of ZeRO-3 on 3 (",
+        "290 kB (283 KiB)",
+    ):
+        assert answer in result.output
+    rows = [line.split() for line in result.output.splitlines() if "ZeRO-1" in line]
+    assert [row[0] for row in rows if row[0].isdecimal()] == []  # N stands beside data parallel, the first stage
+    assert [line.split()[0] for line in result.output.splitlines() if " data parallel " in line][:5] == list("12348")
+
+
+def test_json_is_all_there_is_on_standard_output() -> None:
+    """With --json - the output is the plan, by the schema that it says."""
+    result = run(MODEL, "--gpus", "3", "--json", "-", "--stage", "3")
+    found = json.loads(result.stdout)
+    assert found["schema"] == records.SCHEMA
+    assert {cell["name"] for cell in found["cells"]} == {"ZeRO-3"}
+
+
+def test_plan_and_chart_are_written_where_they_were_asked_for(tmp_path: Path) -> None:
+    """Both files and no other; the plan reads back as what was asked."""
+    target, picture = tmp_path / "plan.json", tmp_path / "peaks.svg"
+    options = [
+        "--stage", "2", "--stage", "1", "--precision", "bf16", "--wire", "fp32", "--accumulate", "2", "--bucket", "5kB",
+        "--optimizer", "momentum", "--micro-batch", "3", "--sync", "end", "--card", "h100", "--bandwidth", "100GB/s",
+        "--latency", "5", "--node-size", "2", "--efficiency", "0.25", "--peak", "500",
+    ]  # fmt: skip
+    result = run(MODEL, "--gpus", "2,5", *options, "--json", str(target), "--chart", str(picture))
+    assert result.exit_code == 0, result.output
+    assert sorted(tmp_path.iterdir()) == [picture, target]
+    found = records.load(target)
+    asked = found.question
+    assert (asked.gpus, asked.stages, asked.memory, asked.card) == ([2, 5], [1, 2], 80 * 10**9, "H100")
+    assert (asked.bucket, asked.accumulate, asked.sync, asked.optimizer) == (5000 // 2, 2, "end", "momentum")
+    assert found.cluster is not None
+    assert (found.cluster.peak, found.cluster.efficiency, found.cluster.node) == (500e12, 0.25, 2)
+    assert (found.cluster.within, found.cluster.hop_within) == (100e9, 5 * 1e-6)
+    assert "written to" in result.output
+
+
+def test_the_time_is_called_a_bound_and_its_card_named() -> None:
+    """Without --card the one that the time is bounded with is said to be assumed."""
+    assert "a bound and no forecast" in run(MODEL, "--gpus", "2").output
+    assert "as of the H100, for want of a --card" in " ".join(run(MODEL, "--gpus", "2").output.split())
+
+
+def test_a_convention_that_is_named_tells_its_rules_and_the_estimators() -> None:
+    """With --convention the formulas stand beside the ledger; without, the answer is ours alone."""
+    named = " ".join(run(MODEL, "--gpus", "2", "--convention", "zero").output.split())
+    assert "What well-known estimators say of the same question, N = 2" in named
+    assert "zero: Mixed precision with Adam takes 16 bytes per parameter" in named
+    assert "estimators" not in run(MODEL, "--gpus", "2").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["64,128", "--gpus", "4", "--memory", "80"], "'80' has no unit: 80GB is 80,000,000,000 bytes"),
+        (["64,128", "--gpus", "4", "--memory", "80XB"], "one of B, kB, MB, GB"),
+        (["64,128", "--gpus", "4", "--memory", "0GB"], "at least one byte"),
+        (["64,0,3", "--gpus", "4"], "a layer has size 0"),
+        (["64,-1,3", "--gpus", "4"], "two or more positive integers"),
+        (["64,1.5", "--gpus", "4"], "two or more positive integers"),
+        (["64", "--gpus", "4"], "two or more positive integers"),
+        (["9" * 30 + ",9", "--gpus", "4"], "two or more positive integers"),
+        (["99999999999,99999999999", "--gpus", "4"], "9,999,999,999,900,000,000,000 parameters are more than"),
+        (["64,128", "--gpus", "0"], "an integer from 1 to"),
+        (["64,128", "--gpus", "-3"], "an integer from 1 to"),
+        (["64,128", "--gpus", "9-3"], "from a smaller number to a larger"),
+        (["64,128", "--gpus", "9" * 30], "an integer from 1 to"),
+        (["2,3", "--gpus", "10"], "10 ranks cannot share out 9 parameters"),
+        (["no/such/file", "--gpus", "4"], "Nothing is fetched from a network"),
+        (["nul\0", "--gpus", "4"], "MODEL is a list of layer sizes"),
+        (["no_such_module:factory", "--gpus", "4"], "package.module:factory"),
+        (["64,128", "--gpus", "4", "--seq", "5"], "Leave --seq out"),
+        (["64,128", "--gpus", "4", "--checkpoint", "selective"], "Use 'full' or 'none'"),
+        (["64,128", "--gpus", "4", "--convention", "nope"], "zero, deepspeed, fsdp2, megatron"),
+        (["64,128", "--gpus", "4", "--card", "nope"], "A100-80GB"),
+        (["64,128", "--gpus", "4", "--convention", "fsdp2", "--stage", "1"], "has no stage 1"),
+        (["64,128", "--gpus", "4", "--precision", "fsdp", "--stage", "1"], "Use ZeRO-3"),
+        (["64,128", "--gpus", "4", "--wire", "bf16"], "Use wire='fp32'"),
+        (["64,128", "--gpus", "4", "--bucket", "5"], "'5' has no unit"),
+        (["64,128", "--gpus", "4", "--ladder", "mlp"], "--memory 80GB"),
+        (["64,128", "--gpus", "4", "--chart", "x.pdf"], ".png, .svg, .html"),
+        (["64,128", "--gpus", "4", "--json", "/no/such/folder/x.json"], "cannot be written to /no/such/folder"),
+        (["64,128", "--gpus", "4", "--json", "/"], "is a folder"),
+        (["64,128", "--gpus", "4", "--micro-batch", "9" * 15], "at most 2,147,483,648"),
+        (["64,128", "--gpus", "4", "--efficiency", "1.5"], "--efficiency"),
+        (["64,128", "--gpus", "4", "--bandwidth", "9"], "has no unit"),
+        (["64,128", "--gpus", "4", "--card", "V100-32GB", "--precision", "bf16"], "no peak for 'bf16'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:
+    """Exit code 2, and an error that names the rule and what would work; never a traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert words in " ".join(result.output.split())
+
+
+def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
+    """A plan that cannot be made writes nothing, and one that is interrupted neither."""
+    target = tmp_path / "plan.json"
+    assert run("2,3", "--gpus", "10", "--json", str(target)).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control-C ends it with the shell's code, says so, and leaves no file."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "make", interrupted)
+    result = run(MODEL, "--gpus", "2", "--json", str(tmp_path / "plan.json"))
+    assert (result.exit_code, list(tmp_path.iterdir())) == (130, [])
+    assert "nothing was written" in result.output
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers"),
+    [
+        (["8"], [8]),
+        (["2-64"], [2, 4, 8, 16, 32, 64]),
+        (["3..20"], [3, 4, 8, 16, 20]),
+        (["4,2", "16", "4"], [2, 4, 16]),
+        (["5-5"], [5]),
+    ],
+)
+def test_numbers_of_gpus_are_lists_and_ranges(texts: list[str], numbers: list[int]) -> None:
+    """Commas, repeated options and ranges, which are the powers of two between their ends; each once, in order."""
+    assert question.gpus(texts) == numbers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [(1, [1, 2, 4]), (3, [1, 2, 3, 4, 8]), (8, [2, 4, 8, 16, 32]), (65_536, [16_384, 32_768, 65_536])],
+)
+def test_one_number_is_shown_among_powers_of_two(ranks: int, shown: list[int]) -> None:
+    """Two powers of two on each side, where there are any."""
+    assert question.around(ranks) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("80GB", 80 * 10**9),
+        ("80GiB", 80 * 2**30),
+        ("80 gib", 80 * 2**30),
+        ("1.5 kB", 1500),
+        ("0.1GB", 10**8),
+        ("7B", 7),
+        ("2PB", 2 * 10**15),
+    ],
+)
+def test_sizes_say_their_unit(text: str, nbytes: int) -> None:
+    """GB is a power of ten and GiB a power of two, in either case, to the byte."""
+    assert sizes.parse(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["80", "GB", "80XB", "-1GB", "0B", "nanGB", "infB", "1e400GB", "8 0 GB", "", "9" * 99 + "B"]
+)
+def test_a_size_without_sense_is_refused(text: str) -> None:
+    """What is no number with a unit, or too much or too little to be a size, is an error that gives an example."""
+    with pytest.raises(ValueError, match=r"as in (2MB|80GB)\."):
+        sizes.parse(text)

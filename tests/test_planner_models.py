@@ -1,0 +1,313 @@
+"""Models that torch describes: configurations and Python paths, measured and planned without a network."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from click.testing import CliRunner
+
+from zerosim.bands import BF16, FP16
+from zerosim.planner import cli, configs, models, plan, question
+from zerosim.planner.records import Question
+from zerosim.planner.runs import Runner
+from zerosim.planner.sources import Load
+
+CONFIGS = Path(__file__).parent / "configs"
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="configurations need the extra 'plan'"
+)
+
+
+@pytest.fixture(autouse=True)
+def _shorter_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MOST_RANKS", 32)
+    monkeypatch.setattr(plan, "MOST_ROWS", 64)
+
+
+def load(rows: int = 1, sequence: int | None = 32, checkpoint: str = "none", working: Any = FP16) -> Load:
+    """What is asked of a model in a step."""
+    return Load(rows, sequence, checkpoint, working)
+
+
+# -- configurations
+
+
+def values(name: str, **changed: object) -> dict[str, Any]:
+    """A configuration of the folder, with some keys changed, or left out where they are ``...``."""
+    found = json.loads((CONFIGS / f"{name}.json").read_text()) | changed
+    return {key: value for key, value in found.items() if value is not ...}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., str]:
+    """Writes a configuration to a folder of its own and gives the folder's path."""
+
+    def write(name: str, **changed: object) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(values(name, **changed)))
+        return str(tmp_path)
+
+    return write
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "changed", "params"),
+    [
+        ("llama-3.1-8b", {}, 8_030_261_248),
+        ("gpt2", {}, 124_439_808),
+        ("gpt2", {"vocab_size": 50_304}, 124_475_904),
+        ("mixtral-8x7b", {}, 46_702_792_704),
+    ],
+)
+def test_a_configuration_has_its_published_number_of_parameters(
+    name: str, changed: dict[str, int], params: int, written: Callable[..., str]
+) -> None:
+    """Tied weights count once, and all experts, not only the active ones."""
+    model = models.read(written(name, **changed)).ready(load(), 1).model
+    assert model.n_params == params
+
+
+@needs_transformers
+def test_the_smallest_n_for_the_model_states_of_llama_3_1_8b() -> None:
+    """On cards of 80 GB stage 1 takes 3 GPUs, stages 2 and 3 take 2; data parallel fits on none."""
+    asked = Question(model="", asked=[8], gpus=[8], stages=[0, 1, 2, 3], memory=80 * 10**9, sequence=32)
+    runner = Runner(models.read(str(CONFIGS / "llama-3.1-8b.json")), question.check(asked))
+    found = {stage: [n for n in range(1, 5) if runner.holds_states(stage, n, 80 * 10**9)] for stage in range(4)}
+    assert found == {0: [], 1: [3, 4], 2: [2, 3, 4], 3: [2, 3, 4]}
+
+
+@needs_transformers
+def test_units_are_the_blocks_that_its_makers_say_must_not_be_split() -> None:
+    """GPT-2's units are its twelve blocks and what is left: embeddings, the last norm, and the head, which is tied."""
+    model = models.read(str(CONFIGS / "gpt2.json")).ready(load(), 1).model
+    names = [layer.name for layer in model.layers]
+    assert [name for name in names if ".h." in name] == [f"transformer.h.{index}" for index in range(12)]
+    head = next(layer for layer in model.layers if layer.name == "lm_head")
+    embedding = next(layer for layer in model.layers if layer.name == "transformer.wte")
+    assert head.groups == embedding.groups
+
+
+@needs_transformers
+def test_more_rows_and_longer_rows_are_measured_anew() -> None:
+    """Activations are those of the rows and the length that were asked for, in the dtype that is computed with."""
+    source = models.read(str(CONFIGS / "gpt2.json"))
+    shapes = [source.ready(each, each.rows).model.shapes for each in (load(), load(rows=2), load(sequence=64))]  # type: ignore[attr-defined]
+    assert [each.inputs[0].shape for each in shapes] == [(1, 32), (2, 32), (1, 64)]
+    bf16 = source.ready(load(working=BF16), 1).model.shapes  # type: ignore[attr-defined]
+    outputs = {tensor.dtype for unit in bf16.units for tensor in unit.outputs if len(tensor.shape) == 3}
+    assert outputs == {"bfloat16"}
+    assert not any(
+        tensor.shape[-2:] == (64, 64) for each in shapes for unit in each.units for tensor in unit.saved
+    )  # no scores: attention is fused, though the file asks for dropout
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model_type": "lama"}, "Is 'llama'"),
+        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}, "code that comes with a model is not run"),
+        ({"num_hidden_layer": 3}, "Is 'num_hidden_layers' meant?"),
+        ({"foo": "bar"}, "has the key 'foo'"),
+        ({"hidden_size": 4097}, "4,097 for 32 heads, which leaves 1"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers is a positive integer"),
+        ({"num_hidden_layers": 10**6}, "at most 1,024"),
+        ({"vocab_size": 0}, "vocab_size is a positive integer"),
+        ({"num_key_value_heads": 7}, "a multiple of num_key_value_heads"),
+        ({"hidden_size": "4096"}, "'4096'"),
+        ({"hidden_size": 4096.0}, "4096.0"),
+        ({"hidden_size": True}, "True"),
+        ({"hidden_size": 10**30}, "at most 2,147,483,648"),
+        ({"hidden_act": "nope"}, "nope"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+        ({"architectures": ["Evil"]}, "LlamaForCausalLM"),
+        ({"architectures": "LlamaForCausalLM"}, "LlamaForCausalLM"),
+        ({"model_type": "vit", "architectures": ...}, "has the key"),
+        ({"model_type": ...}, "does not say its model_type"),
+    ],
+)
+def test_a_configuration_that_cannot_be_true_is_refused(
+    changed: dict[str, object], words: str, written: Callable[..., str]
+) -> None:
+    """Unknown architectures and keys, and sizes that lie: an error that says what would work."""
+    with pytest.raises(ValueError, match=r"plan\(MODEL\)") as caught:
+        models.read(written("llama-3.1-8b", **changed))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b'{"model_type": "gpt2", "n_embd": NaN}', "NaN is no number"),
+        (b'{"model_type": "llama", "model_type": "gpt2"}', "given twice"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[1]", "does not say its model_type"),
+        (b'{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}', "9 of 8"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
+    """Whatever is in the file, the error says why it is no configuration."""
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        configs.read(tmp_path / "config.json")
+    assert words in str(caught.value)
+
+
+@needs_transformers
+def test_a_configuration_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers is not there, the extra is named, and what can be planned without."""
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"zerosim\[plan\]"):
+        models.read(str(CONFIGS / "gpt2.json"))
+
+
+@needs_transformers
+def test_rows_longer_than_the_model_has_positions_for_are_refused() -> None:
+    """GPT-2 has 1,024 positions: longer rows are refused, and rows are that long unless told otherwise."""
+    source = models.read(str(CONFIGS / "gpt2.json"))
+    assert source.sequence == 1024
+    with pytest.raises(ValueError, match=r"plan\(seq\).*at most 1,024 tokens"):
+        source.ready(load(sequence=1025), 1)
+
+
+@needs_transformers
+def test_the_ladder_s_thirty_second_llama_is_llama_3_1_8b() -> None:
+    """The families are shaped as the published models are: k = 32 has Llama-3.1-8B's parameters."""
+    from zerosim.planner import ladder
+
+    _, source = ladder.FAMILIES["llama"].member(32)
+    assert source.ready(load(), 1).model.n_params == 8_030_261_248
+    _, source = ladder.FAMILIES["gpt"].member(2)
+    block = 12 * 256**2 + 13 * 256
+    assert source.ready(load(), 1).model.n_params == 2 * block + 2 * 256 + (2048 + 50_257) * 256
+
+
+# -- Python paths
+
+FACTORIES = """
+import torch
+from torch import nn
+from zerosim.model import MLP
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(13, 13)
+
+    def forward(self, x):
+        return x + self.inner(x).relu()
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(101, 13)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(13, 101, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0].inner.bias.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+class Undecided(Language):
+    def forward(self, x):
+        y = self.embedding(x)
+        return self.head(y + 1 if y.sum() > 0 else y)
+
+def perceptron():
+    return MLP([7, 5, 3])
+
+def regression():
+    return {
+        "module": nn.Sequential(nn.Linear(7, 11), nn.ReLU(), nn.Linear(11, 5)),
+        "inputs": lambda rows, sequence: torch.empty(rows, 7),
+        "target": lambda rows, sequence: torch.empty(rows, 5),
+        "loss": lambda y, target: ((y - target) ** 2).mean(),
+    }
+
+def failing():
+    raise KeyError("x")
+
+def number():
+    return 5
+
+def empty():
+    return nn.ReLU()
+
+def misspelt():
+    return {"module": nn.Linear(3, 3), "wrapp": nn.Linear}
+
+def unfit():
+    return nn.Sequential(nn.Linear(7, 5))
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with factories, in the folder that one is in."""
+    (tmp_path / "planned_factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    yield "planned_factories"
+    sys.modules.pop("planned_factories", None)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.plan, arguments)
+
+
+def test_a_python_path_is_planned(factories: str, tmp_path: Path) -> None:
+    """A module with tied and frozen parameters: tied ones once, frozen ones without gradients or optimizer state."""
+    result = run(f"{factories}:Language", "--gpus", "2", "--stage", "0", "--seq", "8", "--json", "-", "--memory", "1MB")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    params, frozen = 101 * 13 + 3 * (13 * 13 + 13), 13
+    assert (found["model"]["params"], found["model"]["frozen"]) == (params, frozen)
+    cell = next(cell for cell in found["cells"] if cell["ranks"] == 1)
+    assert cell["resident"]["params"] == 2 * params
+    assert cell["resident"]["grads"] == 2 * (params - frozen)
+
+
+@pytest.mark.parametrize("name", ["regression", "perceptron"])
+def test_a_factory_may_say_what_its_module_takes(factories: str, name: str) -> None:
+    """A mapping says inputs, loss and target; a perceptron of ours is planned as a list of sizes is."""
+    result = run(f"{factories}:{name}", "--gpus", "2", "--micro-batch", "3")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("failing", "KeyError: 'x'"),
+        ("number", "must return a torch.nn.Module"),
+        ("empty", "has no parameters"),
+        ("misspelt", "unknown key 'wrapp'"),
+        ("absent", "is no Python path here"),
+        ("Undecided", "on the meta device, where tensors have shapes and no values (Tensor.item()"),
+        ("unfit", "return a mapping with inputs"),
+    ],
+)
+def test_a_factory_that_cannot_be_planned_is_refused(factories: str, name: str, words: str) -> None:
+    """Exit code 2 and a sentence, whatever goes wrong in the caller's own code."""
+    result = run(f"{factories}:{name}", "--gpus", "2")
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.output.split())
+
+
+def test_no_code_is_run_for_a_path_to_a_file(factories: str) -> None:
+    """A file of Python is no Python path: it is read as a configuration, and refused."""
+    result = run(f"{factories}.py", "--gpus", "2")
+    assert result.exit_code == 2
+    assert "is not JSON" in result.output
+    assert factories not in sys.modules
