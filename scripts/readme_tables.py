@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from readme_views import Lab, Real, Scheme
+from readme_views import Lab, Planned, Real, Scheme
+from zerosim import sizes
+from zerosim.planner import answers
 from zerosim.results import SweepRow
 from zerosim.schemes import SCHEMES
 
@@ -200,3 +202,33 @@ def reduce_scatter(real: Real) -> str:
 
 def _counted(readings: dict[str, int]) -> str:
     return " or ".join(f"{count:,}" for count in sorted(set(readings.values()))) or "not measured"
+
+
+def plan(planned: Planned) -> str:
+    """What a GPU holds and sends under each stage, and whether a card has room for it."""
+    return table(
+        ["", "at rest", "at the peak", "the peak is in", "most of it", "sent in a step", "room on a card"],
+        [
+            [
+                cell.name,
+                sizes.text(cell.at_rest),
+                sizes.text(cell.peak.total),
+                answers.instant(cell.peak),
+                f"{cell.peak.largest}, {sizes.text(cell.peak.by_band[cell.peak.largest])}",
+                sizes.text(cell.sent),
+                "none" if cell.room is None or cell.room < 0 else sizes.text(cell.room),
+            ]
+            for cell in planned.cells
+        ],
+    )
+
+
+def estimates(planned: Planned) -> str:
+    """What well-known formulas say of the model states of the highest stage, beside the ledger."""
+    cell = planned.last
+    rows = [[each.name, each.formula, sizes.text(each.nbytes)] for each in planned.found.estimates]
+    ours = [
+        ["the ledger, at rest", "", sizes.text(cell.at_rest)],
+        ["the ledger, at the peak", "", sizes.text(cell.peak.total)],
+    ]
+    return table(["", "formula", "bytes"], [*rows, *ours])

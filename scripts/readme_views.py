@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from zerosim import theory
+from zerosim import sizes, theory
 from zerosim.bands import WIRES, Band
 from zerosim.corroboration.meter import HEADER
 from zerosim.corroboration.records import Corroboration, Run
 from zerosim.measure import EventKind
+from zerosim.planner.records import Cell, Plan
 from zerosim.results import Death, Results, SchemeRecord, StepRecord, SweepRow
 
 FRAME = 3 * HEADER  # bytes that gloo adds to a message
@@ -245,3 +246,40 @@ class Real:
             for readings in flow.kernel.values()
             for counted, moved, framing in zip(readings, flow.moved, flow.framing, strict=True)
         )
+
+
+class Planned:
+    """A recorded plan, for the number of GPUs that was asked for."""
+
+    def __init__(self, found: Plan) -> None:
+        self.found, self.question = found, found.question
+        self.n = found.question.asked[0]
+        self.cells = found.at(self.n)
+        self.params = found.model.params
+        self.config = found.model.name
+        self.sequence = found.model.sequence
+
+    @property
+    def card(self) -> str:
+        """The memory of a card, with its unit."""
+        assert self.question.memory is not None
+        return sizes.text(self.question.memory)
+
+    @property
+    def smallest(self) -> str:
+        """The smallest N on which each stage fits, and by its model states alone."""
+        return ", ".join(
+            f"{row.name} {row.ranks or 'none'} ({row.states_alone or 'none'})" for row in self.found.smallest
+        )
+
+    @property
+    def lowest(self) -> Cell:
+        """The lowest stage that fits."""
+        cell = self.found.lowest(self.n)
+        assert cell is not None
+        return cell
+
+    @property
+    def last(self) -> Cell:
+        """The highest stage."""
+        return self.cells[-1]

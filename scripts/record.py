@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +23,15 @@ from zerosim import results
 from zerosim.corroboration import records as corroborate_records
 from zerosim.corroboration.records import Corroboration
 from zerosim.files import ResultsError, write_whole
+from zerosim.planner import records as plan_records
+from zerosim.planner.records import Plan
 from zerosim.results import Results
 
-FOLDER = Path(__file__).parents[1] / "recorded"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "recorded"
+LLAMA = "tests/configs/llama-3.1-8b.json"
+
+Found = Results | Corroboration | Plan
 
 
 class Recording(NamedTuple):
@@ -42,10 +49,15 @@ RECORDINGS = {
     "card": Recording("lab --ranks 64 --steps 2 --capacity 130kB"),
     "small_card": Recording("lab --ranks 64 --steps 2 --capacity 66kB"),
     "corroborate": Recording("corroborate", "torch"),
+    "plan": Recording(f"plan {LLAMA} --gpus 8 --memory 80GB --seq 8192 --checkpoint full", "transformers"),
+    "plan_fsdp2": Recording(
+        f"plan {LLAMA} --gpus 8 --memory 80GB --seq 8192 --micro-batch 2 --checkpoint selective --convention fsdp2",
+        "transformers",
+    ),
 }
 
 
-def load(name: str) -> Results | Corroboration | None:
+def load(name: str) -> Found | None:
     """A recording, or None where there is none. ResultsError for a file that this version cannot read."""
     path = FOLDER / f"{name}.json"
     if not path.exists():
@@ -53,8 +65,11 @@ def load(name: str) -> Results | Corroboration | None:
     return _read(RECORDINGS[name].arguments.split()[0], path)
 
 
-def _read(command: str, path: Path) -> Results | Corroboration:
-    return results.load(path) if command == "lab" else corroborate_records.load(path)
+def _read(command: str, path: Path) -> Found:
+    readers: dict[str, Callable[[Path], Found]] = {
+        "lab": results.load, "corroborate": corroborate_records.load, "plan": plan_records.load
+    }  # fmt: skip
+    return readers[command](path)
 
 
 def make(name: str, folder: Path = FOLDER) -> str:
@@ -68,8 +83,8 @@ def make(name: str, folder: Path = FOLDER) -> str:
     command, *options = shlex.split(arguments)
     with tempfile.TemporaryDirectory() as out:
         done = subprocess.run(
-            [sys.executable, "-m", "zerosim", command, *options, "--out", out],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-m", "zerosim", command, *options, *_into(command, out)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
         )  # fmt: skip
         if done.returncode:
             raise ResultsError(f"zerosim {arguments} ended with exit code {done.returncode}:\n{done.stdout}")
@@ -79,7 +94,12 @@ def make(name: str, folder: Path = FOLDER) -> str:
     return f"{len(content) / 1000:.0f} kB"
 
 
-def slim(found: Results | Corroboration) -> Results | Corroboration:
+def _into(command: str, out: str) -> list[str]:
+    """The options that have the results written to the folder ``out``."""
+    return ["--json", str(Path(out) / "plan.json")] if command == "plan" else ["--out", out]
+
+
+def slim(found: Found) -> Found:
     """Without the sweep's events: half of a file, and drawn from nowhere but the page."""
     if isinstance(found, Results):
         return msgspec.structs.replace(found, sweep=[msgspec.structs.replace(row, events=[]) for row in found.sweep])

@@ -10,10 +10,12 @@ the writing. Measures nothing.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import textwrap
 import tomllib
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,19 @@ from matplotlib.figure import Figure
 
 import readme_tables
 import record
-from readme_views import FRAME, Lab, Real
-from zerosim import plots
+from readme_views import FRAME, Lab, Planned, Real
+from zerosim import plots, sizes
 from zerosim.bands import FP16
 from zerosim.corroboration.records import Corroboration
 from zerosim.files import write_whole
+from zerosim.planner.records import Plan
 from zerosim.preflight import size
 from zerosim.results import Death, Results
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "README.md.j2"
 README = ROOT / "README.md"
+TORCHTITAN = Fraction("82.4") * 2**30  # bytes that the allocator of a published run had reserved at most
 CARD = 80 * 10**9  # bytes: a large card, for the one example that is arithmetic and not measured
 
 WIDTH = 120  # columns
@@ -55,11 +59,14 @@ def death(of: Death) -> str:
     return f"{of.asked:,} B of {of.band} for {of.unit}, with {sum(of.held.values()):,} B held"
 
 
-def recordings() -> dict[str, Lab | Real | None]:
+def recordings() -> dict[str, Lab | Real | Planned | None]:
     """All recordings by name, None for one that has not been made. Contradiction if a check in one does not hold."""
-    views: dict[str, Lab | Real | None] = {}
+    views: dict[str, Lab | Real | Planned | None] = {}
     for name in record.RECORDINGS:
         found = record.load(name)
+        if isinstance(found, Plan):
+            views[name] = Planned(found)
+            continue
         if found is not None and found.failures:
             raise Contradiction(f"recorded/{name}.json: {found.failures[0]}")
         if isinstance(found, Corroboration):
@@ -79,6 +86,7 @@ def environment(mark: Callable[[Any], Any] = lambda value: value) -> jinja2.Envi
         "n": lambda count: f"{count:,}",
         "B": lambda count: f"{count:,} B",
         "size": size,
+        "gib": lambda nbytes: sizes.text(nbytes, binary=True, digits=4),
         "billions": lambda count: f"{count / 10**9:g} billion",
         "loss": lambda loss: f"{loss:.6f}",
         "tiny": lambda value: f"{value:.1e}",
@@ -104,7 +112,21 @@ def names() -> dict[str, Any]:
         "fp16_digits": np.finfo(FP16).nmant + 1,
         "card_bytes": CARD,
         "frame": FRAME,
+        "planted": len(tomllib.loads((ROOT / "tests" / "faults.toml").read_text())["fault"]),
+        "mutants": mutants(),
+        "torchtitan": TORCHTITAN,
+        "reserved": f"{float(TORCHTITAN / 2**30)} GiB",
     }
+
+
+def mutants() -> dict[str, Any] | None:
+    """What came of changing the source in one place at a time, if that has been recorded."""
+    path = ROOT / "recorded" / "mutants.json"
+    if not path.exists():
+        return None
+    fates = list(json.loads(path.read_text())["modules"].values())
+    tried, survived = sum(sum(each.values()) for each in fates), sum(each["survived"] for each in fates)
+    return {"tried": tried, "killed": tried - survived}
 
 
 def render(mark: Callable[[Any], Any] = lambda value: value) -> str:

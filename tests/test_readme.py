@@ -16,6 +16,7 @@ import matplotlib
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 import record
@@ -24,6 +25,7 @@ from readme_views import Real
 from zerosim import cli, lab, plots
 from zerosim.corroboration import agreed
 from zerosim.native import LocalCollectives
+from zerosim.planner import records as plan_records
 from zerosim.results import Results
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +42,9 @@ ALLOWED = {
     r"\(N−1\)/N": "the share of a buffer that is not a rank's own",
     r"Exit codes: 0 [^.]*, 1 [^.]*, 2 ": "stated in cli.py and tested in test_cli.py",
     r"Apache-2\.0": "a licence",
+    r"FSDP2": "a framework",
+    r"llama3_h100_202412": "an address",
+    r"4096,16384,4096": "an example of what can be typed",
 }
 NUMBER = re.compile(r"\d")
 
@@ -193,6 +198,21 @@ def test_recorded_integers_are_those_of_a_fresh_run(name: str) -> None:
     assert _integers(record.slim(fresh), steps) == _integers(recorded, steps)
     for one, other in zip(fresh.schemes, recorded.schemes, strict=True):
         assert [step.loss for step in one.steps] == pytest.approx([step.loss for step in other.steps[:steps]], rel=1e-4)
+
+
+def test_a_recorded_plan_is_that_of_a_fresh_run(tmp_path: Path) -> None:
+    """The plan that README.md shows comes out again, every byte, message and second of it."""
+    pytest.importorskip("transformers")
+    command, *options = shlex.split(record.RECORDINGS["plan"].arguments)
+    target = tmp_path / "plan.json"
+    done = CliRunner().invoke(cli.main, [command, str(ROOT / options[0]), *options[1:], "--json", str(target)])
+    assert done.exit_code == 0, done.output
+    found, recorded = (msgspec.to_builtins(plan) for plan in (plan_records.load(target), record.load("plan")))
+    for each in (found, recorded):
+        each["question"].pop("model")
+        for field in ("created", "versions"):
+            each.pop(field)
+    assert found == recorded
 
 
 def _lab(name: str) -> Results:

@@ -15,6 +15,7 @@ from zerosim import sizes
 from zerosim.bands import PRECISIONS, WIRES
 from zerosim.corroboration.cli import corroborate
 from zerosim.data import DATA
+from zerosim.planner.cli import plan
 from zerosim.preflight import GATHERS
 from zerosim.refusals import Commands, Folder, errors_for_people, printing, replacing, writable
 from zerosim.results import Results, Settings, encode, save
@@ -167,3 +168,4 @@ def _run(settings: Settings) -> Results:
 
 
 main.add_command(corroborate)
+main.add_command(plan)

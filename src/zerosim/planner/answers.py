@@ -90,9 +90,10 @@ def _nowhere(question: Question, nowhere: Nowhere) -> str:
 
 
 def instant(peak: Instant) -> str:
-    """When it is, and for which unit. Between forward and backward there is the loss, of what the last unit gave."""
-    phase = "loss" if peak.phase == "other" else peak.phase
-    return f"{phase}, {peak.unit}" if peak.unit else phase
+    """When it is, and for which unit; the loss, between forward and backward, is both."""
+    if peak.phase == "other":
+        return peak.unit or "between steps"
+    return f"{peak.phase}, {peak.unit}" if peak.unit else peak.phase
 
 
 def size(question: Question, nbytes: int) -> str:
