@@ -9,7 +9,7 @@ import pytest
 from zerosim import theory
 from zerosim.bands import FP16, FP32, PRECISIONS, Band
 from zerosim.comm import Comm, LocalRing
-from zerosim.measure import Ledger, Peak, Phase
+from zerosim.measure import EventKind, Ledger, Peak, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import SGD
 from zerosim.ranks import Ranks, Workspace
@@ -31,6 +31,19 @@ def test_an_average_is_scaled_in_fp32_and_then_rounded() -> None:
     comm.all_reduce(buffer, 6, scale=1 / 6, band=Band.GRADS, unit="")
     assert float(np.float32(3 * 2.0**-24) * np.float32(1 / 6)) == 2.0**-25
     assert not buffer.any()
+
+
+@pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
+def test_what_is_sent_and_held_in_flight_is_some_layers(stage: Stage) -> None:
+    """Every message, and every block that it travels in, is booked for the layer it is of, in whole bytes."""
+    scheme = stage(MLP((3, 5, 2)), 3)
+    x, y = np.ones((2, 3), FP32), np.ones((2, 2), FP32)
+    scheme.step([(x, y)] * 3)
+    flying = [event for event in scheme.reports[-1].events if event.name == Band.BLOCKS or event.kind is EventKind.SEND]
+    assert {event.unit for event in flying} == {"layer 1", "layer 2"}
+    assert {type(event.nbytes) for event in flying} == {int}
+    assert {type(traffic.sent_each) for traffic in scheme.reports[-1].traffic.values()} == {int}
+    assert {type(traffic._received) for traffic in scheme.reports[-1].traffic.values()} == {int}
 
 
 # -- measure
