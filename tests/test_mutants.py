@@ -9,7 +9,7 @@ import pytest
 from zerosim import theory
 from zerosim.bands import FP16, FP32, PRECISIONS, Band
 from zerosim.comm import Comm, LocalRing
-from zerosim.measure import EventKind, Ledger, Peak, Phase
+from zerosim.measure import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
 from zerosim.model import MLP
 from zerosim.optimizer import SGD
 from zerosim.ranks import Ranks, Workspace
@@ -137,3 +137,86 @@ def test_a_batch_is_held_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme.step([(np.ones((7, 5), np.float32), np.ones((7, 3), np.float32))] * 2)
     first, second, *_ = [event for event in scheme.reports[0].events if event.unit == "batch"]
     assert (first.nbytes, second.nbytes) == (8 * 7 * 5, 4 * 7 * 3)
+
+
+# -- the vocabulary, ranks and reports
+
+
+def test_the_words_that_results_are_written_in() -> None:
+    """Phases and kinds of events stand in results files under these names."""
+    assert [str(phase) for phase in Phase] == ["forward", "backward", "communication", "optimizer", "other"]
+    assert [str(kind) for kind in EventKind] == ["hold", "free", "send", "compute"]
+
+
+def test_a_report_begins_empty() -> None:
+    """A report of a step that has not begun has nothing of anything, and shares nothing with another."""
+    one, other = Report(step=3), Report(step=4)
+    assert (one.step, one.complete, one.peak, one.peak_without_activations) == (3, False, Peak(), Peak())
+    assert (one.resident, one.padding, one.traffic, one.flops, one.seconds, one.events) == ({}, [], {}, {}, {}, [])
+    assert np.isnan(one.loss)
+    one.resident["params"] = 1
+    one.events.append(Event(EventKind.FREE, "params", "", 1, 0, 0.0, Phase.OTHER))
+    assert (other.resident, other.events) == ({}, [])
+    assert (Peak(), Peak().by_band, Peak().unit, Peak().phase) == (Peak(0, {}, "", Phase.OTHER), {}, "", Phase.OTHER)
+
+
+def test_counts_of_bytes_are_integers_of_64_bits() -> None:
+    """What a collective moved is counted per rank in int64, padding too."""
+    traffic = Traffic(3)
+    traffic.hop(2**40, 2**41, np.array([0, 1, 2]))
+    assert [each.dtype for each in (traffic.sent, traffic.received, traffic.padding)] == [np.int64] * 3
+    assert (traffic.sent.tolist(), traffic.received.tolist()) == ([2**40] * 3, [2**41] * 3)
+
+
+def _ranks() -> Ranks:
+    return Ranks(range(2), PRECISIONS["mixed"].dtypes(FP32), Ledger(2), LocalRing(2).empty)
+
+
+def test_what_is_given_back_is_handed_out_again() -> None:
+    """A freed array of the same shape and dtype is the next one's memory; of another shape or dtype it is not."""
+    ranks = _ranks()
+    first = ranks.hold(Band.MASTER, (5,))
+    ranks.free(first)
+    others = ranks.hold(Band.PARAMS, (5,)), ranks.hold(Band.MASTER, (7,))
+    again = ranks.hold(Band.EXP_AVG, (5,))
+    assert [np.shares_memory(first, each) for each in (*others, again)] == [False, False, True]
+    assert not np.shares_memory(again, ranks.hold(Band.EXP_AVG, (5,)))
+
+
+def test_what_is_given_back_is_logged_for_its_owner() -> None:
+    """The log's entry of a free names the unit of the hold."""
+    ranks = _ranks()
+    ranks.free(ranks.hold(Band.MASTER, (5,), "layer 7"))
+    with ranks.ledger.step() as report:
+        ranks.free(ranks.hold(Band.MASTER, (5,), "layer 9"))
+    assert [event.unit for event in report.events] == ["layer 9", "layer 9"]
+
+
+def test_a_band_of_one_dtype_takes_no_other() -> None:
+    """Another dtype for a band that has one is refused in words; its own is not, nor any for a band of several."""
+    ranks = _ranks()
+    with pytest.raises(
+        ValueError,
+        match=r"^Ranks.hold\(dtype\): master is held in float32 here; got float16. Leave dtype",
+    ):
+        ranks.hold(Band.MASTER, (5,), dtype=FP16)
+    assert ranks.ledger.total == 0
+    assert ranks.hold(Band.MASTER, (5,), dtype=FP32).dtype == FP32
+    assert ranks.hold(Band.ACTIVATIONS, (5,), dtype=FP16).dtype == FP16
+
+
+def test_scratch_belongs_to_nobody_at_first() -> None:
+    """What a workspace holds before it is told for whom has no unit."""
+    ranks = _ranks()
+    with ranks.ledger.step() as report:
+        Workspace(ranks, Band.ACTIVATIONS).hold(3)
+    assert [event.unit for event in report.events] == [""]
+
+
+def test_a_ranks_view_cannot_be_written() -> None:
+    """A rank's arrays are for reading."""
+    ranks = _ranks()
+    ranks.hold(Band.MASTER, (5,))
+    [view] = ranks[1][Band.MASTER]
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
