@@ -199,6 +199,37 @@ def test_a_higher_stage_that_takes_more_is_pointed_out_with_its_cause() -> None:
     assert any("the cause is gradient bucket" in line for line in answers.lines(found))
 
 
+def test_where_no_band_is_the_whole_cause_none_is_called_so() -> None:
+    """Padding makes every state of data parallel grow; the one that grows most is named as that and no more."""
+    found = made(model="8,16,8", asked=[64], gpus=[8, 64], stages=[0])
+    [odd] = found.oddities
+    assert odd.band_more < odd.more
+    assert any("what grew most is master" in line for line in answers.lines(found))
+
+
+def test_the_smallest_card_is_that_of_the_stage_that_needs_least() -> None:
+    """DeepSpeed's bucket of 5e8 elements makes stages 2 and 3 of a small model larger than stage 1: no card of 1 GB is
+    needed. On a card of the size that is named it fits, on one a byte smaller on none."""
+    found = made(convention="deepspeed", memory=1000)
+    assert found.nowhere is not None
+    least = found.nowhere.peak.total
+    assert found.nowhere.stage == 1
+    assert least < min(cell.peak.total for cell in found.cells)
+    again = made(convention="deepspeed", memory=least)
+    assert [each.ranks for each in again.smallest] == [None, found.nowhere.ranks, None, None]
+    assert made(convention="deepspeed", memory=least - 1).nowhere is not None
+
+
+def test_the_smallest_number_is_none_above_one_that_the_table_shows_to_fit() -> None:
+    """With rows padded to N, 24 GPUs share 24 rows out evenly; 16 and 32 take more, and doubling N passes 24 by."""
+    found = made(model="600,24,600", convention="fsdp2", stages=[3], asked=[24], gpus=[16, 24, 32], micro_batch=1)
+    less, even, more = (cell.peak.total for cell in found.cells)
+    assert even < min(less, more)
+    found = made(model="600,24,600", convention="fsdp2", stages=[3], asked=[24], gpus=[24], micro_batch=1, memory=even)
+    assert [each.ranks for each in found.smallest] == [24]
+    assert found.nowhere is None
+
+
 def test_a_bucket_s_size_is_the_convention_s_where_it_has_one() -> None:
     """Under DeepSpeed --bucket is the buffer that is held; under the paper's rules it joins layers."""
     deepspeed = made(convention="deepspeed", bucket=1009, stages=[2], gpus=[5]).cells[0]

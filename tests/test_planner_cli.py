@@ -1,12 +1,14 @@
 """``zerosim plan`` as it is typed: what it answers, and how it refuses."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from zerosim import sizes
+from zerosim.cli import main
 from zerosim.planner import cli, plan, question, records
 
 MODEL = "67,131,127,61"
@@ -77,12 +79,39 @@ def test_the_time_is_called_a_bound_and_its_card_named() -> None:
     assert "as of the H100, for want of a --card" in " ".join(run(MODEL, "--gpus", "2").output.split())
 
 
+def test_what_the_time_is_bounded_with_is_all_there() -> None:
+    """Peak, efficiency, bandwidths and hops are shown, and what was given is not put down to a card."""
+    preset, given = (
+        " ".join(run(MODEL, "--gpus", "2", "--card", "H100", *options).output.split())
+        for options in ([], ["--peak", "500", "--latency", "7"])
+    )
+    assert "450 GB/s within a node of 8, 400 GB/s between nodes; 0.6 and 2.7 µs a hop; as of the H100." in preset
+    assert "500 TFLOP/s (fp16) × 0.5;" in given
+    assert "7 and 2.7 µs a hop; what was not given is as of the H100." in given
+
+
 def test_a_convention_that_is_named_tells_its_rules_and_the_estimators() -> None:
     """With --convention the formulas stand beside the ledger; without, the answer is ours alone."""
     named = " ".join(run(MODEL, "--gpus", "2", "--convention", "zero").output.split())
     assert "What well-known estimators say of the same question, N = 2" in named
     assert "zero: Mixed precision with Adam takes 16 bytes per parameter" in named
     assert "estimators" not in run(MODEL, "--gpus", "2").output
+
+
+def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() -> None:
+    """Megatron's own report is the ledger but for padding, and is given no reason; what the paper has less of, and what
+    no formula knows of the question, is said."""
+    named = " ".join(run(MODEL, "--gpus", "2", "--convention", "megatron", "--stage", "0").output.split())
+    assert f"-{sizes.text(2 * PARAMS)} grads" in named
+    assert "ZeRO paper, Table 1 (data parallel): " in named
+    assert "Megatron's theoretical memory report (data parallel): " not in named
+    assert "asked was" not in named
+    other = " ".join(run(MODEL, "--gpus", "2", "--convention", "zero", "--optimizer", "sgd").output.split())
+    assert "asked was optimizer sgd." in other
+    result = run(MODEL, "--gpus", "2", "--convention", "zero", "--optimizer", "sgd", "--stage", "0", "--json", "-")
+    paper = json.loads(result.stdout)["estimates"][0]
+    assert paper["beside"]["exp_avg"] == paper["beside"]["exp_avg_sq"] == 4 * PARAMS
+    assert sum(paper["beside"].values()) == paper["nbytes"] - paper["ours"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +149,9 @@ def test_a_convention_that_is_named_tells_its_rules_and_the_estimators() -> None
         (["64,128", "--gpus", "4", "--micro-batch", "9" * 15], "at most 2,147,483,648"),
         (["64,128", "--gpus", "4", "--efficiency", "1.5"], "--efficiency"),
         (["64,128", "--gpus", "4", "--bandwidth", "9"], "has no unit"),
+        (["64,128", "--gpus", "4", "--bandwidth", "400Gb/s"], "'400Gb/s' may mean bits"),
+        (["64,128", "--gpus", "4", "--node-bandwidth", "400gb/s"], "'400gb/s' may mean bits"),
+        (["64,128", "--gpus", "4", "--memory", "80Gb"], "'80Gb' is in bits"),
         (["64,128", "--gpus", "4", "--card", "V100-32GB", "--precision", "bf16"], "no peak for 'bf16'"),
     ],
 )  # fmt: skip
@@ -138,6 +170,27 @@ def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_takes_no_other_thing_s_place(tmp_path: Path) -> None:
+    """What a name leads to stays what it is: a pipe is refused, and of a link what it leads to is written."""
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "plan.json"
+    os.mkfifo(pipe)
+    result = run(MODEL, "--gpus", "2", "--json", str(pipe))
+    assert (result.exit_code, pipe.is_fifo()) == (2, True), result.output
+    assert "is no file. Name another, or print the plan with --json -" in " ".join(result.output.split())
+    link.symlink_to(target)
+    assert run(MODEL, "--gpus", "2", "--json", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert records.load(target).question.model == MODEL
+
+
+def test_plan_and_chart_are_two_files(tmp_path: Path) -> None:
+    """One name for both is refused, as one would be lost."""
+    target = tmp_path / "both.svg"
+    result = run(MODEL, "--gpus", "2", "--json", str(target), "--chart", f"{tmp_path}/./both.svg")
+    assert (result.exit_code, target.exists()) == (2, False), result.output
+    assert "for the plan and for its chart" in " ".join(result.output.split())
+
+
 def test_an_interrupted_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control-C ends it with the shell's code, says so, and leaves no file."""
 
@@ -145,7 +198,7 @@ def test_an_interrupted_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     monkeypatch.setattr(plan, "make", interrupted)
-    result = run(MODEL, "--gpus", "2", "--json", str(tmp_path / "plan.json"))
+    result = CliRunner().invoke(main, ["plan", MODEL, "--gpus", "2", "--json", str(tmp_path / "plan.json")])
     assert (result.exit_code, list(tmp_path.iterdir())) == (130, [])
     assert "nothing was written" in result.output
 
@@ -180,6 +233,7 @@ def test_one_number_is_shown_among_powers_of_two(ranks: int, shown: list[int]) -
         ("80GB", 80 * 10**9),
         ("80GiB", 80 * 2**30),
         ("80 gib", 80 * 2**30),
+        ("80gb", 80 * 10**9),
         ("1.5 kB", 1500),
         ("0.1GB", 10**8),
         ("7B", 7),
@@ -192,7 +246,8 @@ def test_sizes_say_their_unit(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["80", "GB", "80XB", "-1GB", "0B", "nanGB", "infB", "1e400GB", "8 0 GB", "", "9" * 99 + "B"]
+    "text",
+    ["80", "GB", "80XB", "80Gb", "80Gib", "-1GB", "0B", "nanGB", "infB", "1e400GB", "8 0 GB", "", "9" * 99 + "B"],
 )
 def test_a_size_without_sense_is_refused(text: str) -> None:
     """What is no number with a unit, or too much or too little to be a size, is an error that gives an example."""

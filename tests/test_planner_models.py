@@ -237,6 +237,26 @@ def regression():
         "loss": lambda y, target: ((y - target) ** 2).mean(),
     }
 
+def noisy():
+    print("made")
+    return Language()
+
+def leaving():
+    raise SystemExit(7)
+
+class Mistaken(Language):
+    def forward(self, x):
+        return x.nope
+
+def without_inputs():
+    return {"module": Language(), "inputs": lambda rows, sequence: {}[rows]}
+
+def without_a_call():
+    return {"module": Language(), "inputs": 3}
+
+def without_length():
+    return {"module": Language(), "sequence": -3}
+
 def failing():
     raise KeyError("x")
 
@@ -290,6 +310,11 @@ def test_a_factory_may_say_what_its_module_takes(factories: str, name: str) -> N
     ("name", "words"),
     [
         ("failing", "KeyError: 'x'"),
+        ("leaving", "SystemExit: 7"),
+        ("Mistaken", "failed: AttributeError: 'Tensor' object has no attribute 'nope'"),
+        ("without_inputs", "for 1 rows and a sequence of None, failed: KeyError: 1"),
+        ("without_a_call", "the inputs of planned_factories:without_a_call() must be a function of rows"),
+        ("without_length", "the length of a row, or None where rows have none, 1 or more; got -3"),
         ("number", "must return a torch.nn.Module"),
         ("empty", "has no parameters"),
         ("misspelt", "unknown key 'wrapp'"),
@@ -303,6 +328,14 @@ def test_a_factory_that_cannot_be_planned_is_refused(factories: str, name: str, 
     result = run(f"{factories}:{name}", "--gpus", "2")
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.output.split())
+
+
+def test_what_a_model_prints_is_not_in_the_plan(factories: str) -> None:
+    """With --json - standard output is the plan alone, however talkative the caller's code is."""
+    result = run(f"{factories}:noisy", "--gpus", "2", "--stage", "3", "--seq", "8", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["model"]["kind"] == "Python path"
+    assert "made" in result.stderr
 
 
 def test_no_code_is_run_for_a_path_to_a_file(factories: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 
 from zerosim import lab, results
-from zerosim.files import ResultsError
+from zerosim.files import ResultsError, write_whole
 from zerosim.results import Settings
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -104,3 +105,13 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """A file that is not there gets an error that names it."""
     with pytest.raises(ResultsError, match=r"nothing\.json"):
         results.load(tmp_path / "nothing.json")
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """Writing to what is there and no file is refused, and leaves it as it was and nothing beside it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="no file"):
+        write_whole(pipe, b"content")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]

@@ -6,6 +6,7 @@ Owns the format. Must not know what is recorded.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -25,8 +26,10 @@ class ResultsError(ValueError):
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that whoever looks sees the old one or the new one, never a part.
 
-    OSError if the folder cannot be written.
+    OSError if the folder cannot be written, or the path is there and no file: a device is not to be replaced.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is there, and no file", str(path))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

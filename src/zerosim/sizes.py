@@ -17,7 +17,8 @@ UNITS = {
 def parse(text: str) -> int:
     """Bytes of a number with its unit, as in 80GB, 80 GiB or 1.5MB; a part of a byte is cut off.
 
-    ValueError if there is no unit, or no number, or less than a byte or more than 2**63.
+    ValueError if there is no unit, or one of bits, as in 80Gb, or no number, or less than a byte or
+    more than 2**63.
     """
     number = text.strip().rstrip("bBiIkKmMgGtTpP ")
     unit = text.strip()[len(number) :].strip()
@@ -32,6 +33,8 @@ def parse(text: str) -> int:
             f"{text!r} has no unit: {number}GB is {_whole(value * 1000**3):,} bytes and {number}GiB is "
             f"{_whole(value * 1024**3):,}. Say which, as in {number}GB."
         )
+    if unit.endswith("b") and unit != unit.lower():  # who writes all in small letters has not chosen a small b
+        raise ValueError(f"{text!r} is in bits, of which a byte has eight. Give bytes, with a capital B, as in 80GB.")
     nbytes = _whole(value * factor) if known and factor else 0
     if not 1 <= nbytes < 2**63:
         raise ValueError(

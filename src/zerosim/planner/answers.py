@@ -44,7 +44,8 @@ def lines(plan: Plan) -> Iterator[str]:
         more = size(question, odd.more)
         yield (
             f"[yellow]{odd.higher} takes more than {odd.lower} {HOW[odd.quantity]}[/]: {more} more; "
-            f"the cause is {odd.band}, {size(question, odd.band_more)} more"
+            f"{'the cause is' if odd.band_more >= odd.more else 'what grew most is'} {odd.band}, "
+            f"{size(question, odd.band_more)} more"
         )
     if plan.nowhere:
         yield _nowhere(question, plan.nowhere)

@@ -15,12 +15,13 @@ from matplotlib.patches import Patch
 from zerosim import palette, sizes
 from zerosim.bands import Band
 from zerosim.labels import FAINT, INK, headline, legend, settle, styled
+from zerosim.planner import answers
 from zerosim.planner.records import Cell, Plan
 
 SHORT = {"data parallel": "DP", "ZeRO-1": "Z1", "ZeRO-2": "Z2", "ZeRO-3": "Z3"}
 VISIBLE = 1 / 500  # of the scale: what is thinner needs no key
 OVER = "#B3261E"  # beyond the card
-UNITS = {False: ("B", "kB", "MB", "GB", "TB"), True: ("B", "KiB", "MiB", "GiB", "TiB")}
+UNITS = {False: ("B", "kB", "MB", "GB", "TB", "PB"), True: ("B", "KiB", "MiB", "GiB", "TiB", "PiB")}
 
 
 def drawn(plan: Plan, form: str) -> bytes:
@@ -165,7 +166,7 @@ def _page(plan: Plan) -> str:
 
 def _hover(plan: Plan, cell: Cell, band: Band) -> str:
     value = cell.peak.by_band.get(band, 0)
-    where = f"{cell.peak.phase}, {cell.peak.unit}"
+    where = answers.instant(cell.peak)
     return (
         f"{band}: {value:,} B<br>{cell.name}, N = {cell.ranks:,}: {cell.peak.total:,} B "
         f"({sizes.both(cell.peak.total)})<br>reached in {_plain(where)}"

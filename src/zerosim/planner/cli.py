@@ -35,7 +35,10 @@ class Rate(click.ParamType[int]):
         if isinstance(value, int):
             return value
         try:
-            return sizes.parse(value.strip().removesuffix("/s"))
+            rate = value.strip().removesuffix("/s")
+            if rate.endswith("b"):  # networks are sold in bits, and an eighth of what was meant is no bound
+                raise ValueError(f"{value!r} may mean bits, of which a byte has eight. Give bytes, as in 50GB/s.")
+            return sizes.parse(rate)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -224,10 +227,15 @@ def _targets(json_to: str | None, chart: Path | None) -> dict[Path, Callable[[Pl
         from zerosim.planner import chart as charts
 
         found[chart] = lambda plan: charts.drawn(plan, chart.suffix.lower()[1:])
+    if json_to is not None and chart is not None and Path(json_to).resolve() == chart.resolve():
+        raise ValueError(f"plan(FILE): {chart} is named for the plan and for its chart. Name another file for one.")
     for path in found:
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            reason = "is a folder" if path.is_dir() else f"cannot be written to {path.parent}"
+        folder = path.resolve().parent
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            reason = "is a folder" if path.is_dir() else f"cannot be written to {folder}"
             raise ValueError(f"plan(FILE): {path} {reason}. Name another file.")
+        if path.exists() and not path.is_file():  # a file would take the place of the device or the pipe
+            raise ValueError(f"plan(FILE): {path} is no file. Name another, or print the plan with --json -.")
     return found
 
 
@@ -236,7 +244,7 @@ def _write(contents: dict[Path, bytes]) -> None:
 
     for path, content in contents.items():
         try:
-            write_whole(path, content)
+            write_whole(path.resolve(), content)  # of a link, what it leads to
         except OSError as error:
             raise Refused(f"plan(FILE): {path} cannot be written: {error.strerror}. Name another file.") from error
 
@@ -250,7 +258,11 @@ def _run(question: Question) -> Plan:
     from zerosim.planner import plan as plans
 
     columns = TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    # Standard output is the plan's: what a model's own code prints goes with the progress.
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
         bar = progress.add_task("reading the model", total=plans.work(question) + ladder.work(question))
 
         def advance(doing: str) -> None:

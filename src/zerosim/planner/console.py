@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,7 @@ from rich.table import Table
 from zerosim import sizes
 from zerosim.bands import Band
 from zerosim.planner import answers
-from zerosim.planner.records import Cell, Cluster, Plan, Question, Rung
+from zerosim.planner.records import Cell, Cluster, Estimate, Network, Plan, Question, Rung
 
 WIDTH = 118  # where there is no terminal to ask
 UNITS_LISTED = 7
@@ -75,7 +76,8 @@ def _heading(plan: Plan) -> Iterator[str]:
     if len(units) > UNITS_LISTED:
         units = [f"{len(units)} kinds, the largest of {max(unit.params for unit in model.units):,}"]
     yield f"units by their parameters: {', '.join(units)}"
-    rows = f"micro-batch {question.micro_batch}" + (f" of {model.sequence:,} tokens" if model.sequence else " rows")
+    rows = f"micro-batch of {question.micro_batch:,} row{'s' if question.micro_batch > 1 else ''}"
+    rows += f" of {model.sequence:,} token{'s' if model.sequence > 1 else ''}" if model.sequence else ""
     yield ", ".join(
         [
             rows,
@@ -120,21 +122,25 @@ def _overview(plan: Plan) -> Table:
     return table
 
 
-def _cluster(cluster: Cluster) -> str:
+def _cluster(cluster: Cluster, network: Network) -> str:
+    given = any(value is not None for name, value in msgspec.structs.asdict(network).items() if name != "efficiency")
+    rest = "what was not given is " if given else ""
     return (
         f"{cluster.peak / 1e12:,.4g} TFLOP/s ({cluster.dtype}) × {cluster.efficiency:g}; "
         f"{cluster.within / 1e9:,.4g} GB/s within a node of {cluster.node}, "
-        f"{cluster.between / 1e9:,.4g} GB/s between nodes; as of the {cluster.card}"
-        f"{', for want of a --card' if cluster.assumed else ''}."
+        f"{cluster.between / 1e9:,.4g} GB/s between nodes; {cluster.hop_within * 1e6:,.4g} and "
+        f"{cluster.hop_between * 1e6:,.4g} µs a hop; {rest}as of the {cluster.card}"
+        f"{', for want of a --card' if cluster.assumed else ''}. Overlap hides no more than the schedule lets it: "
+        "ZeRO-3 gathers as far ahead as --prefetch says."
     )
 
 
 def _times(plan: Plan, ranks: int) -> Table:
     cluster = plan.cluster
     table = _table(
-        f"The least time of a step, a bound and no forecast, N = {ranks:,}",
+        f"The least time of a step over rings, a bound and no forecast, N = {ranks:,}",
         "stage", "computing", "sending", "without overlap", "with overlap", "bound by",
-        caption=_cluster(cluster) if cluster else "",
+        caption=_cluster(cluster, plan.question.network) if cluster else "",
     )  # fmt: skip
     table.columns[5].justify = "left"
     for cell in plan.at(ranks):
@@ -226,21 +232,44 @@ def _rung(question: Question, rung: Rung) -> list[str]:
     return [count, rung.shape, answers.size(question, rung.peak.total), rung.peak.largest]
 
 
+def _differs(estimate: Estimate) -> bool:
+    """By more than padding."""
+    return 1000 * abs(estimate.nbytes - estimate.ours) > estimate.ours
+
+
+def _estimate(question: Question, estimate: Estimate) -> str:
+    text = f"{answers.size(question, estimate.nbytes)}\n[dim]{estimate.formula}[/]"
+    if _differs(estimate):
+        band = max(estimate.beside, key=lambda band: abs(estimate.beside[band]))
+        sign = "+" if estimate.beside[band] > 0 else ""
+        text += f"\n[dim]{sign}{answers.size(question, estimate.beside[band])} {band}[/]"
+    return text
+
+
+def _granted(plan: Plan) -> str:
+    """What the formulas take for granted and the question does not."""
+    asked = [f"optimizer {plan.question.optimizer}"] if plan.question.optimizer != "adam" else []
+    if plan.model.frozen:
+        asked.append(f"{plan.model.frozen:,} parameters frozen")
+    return f"All take for granted Adam, and every parameter trained; asked was {', '.join(asked)}." if asked else ""
+
+
 def _estimates(plan: Plan, ranks: int, console: Console) -> None:
     """The formulas by stage, and below them the reasons, each once."""
     cells = plan.at(ranks)
     here = [each for each in plan.estimates if each.ranks == ranks]
     table = _table(
         f"What well-known estimators say of the same question, N = {ranks:,}", "", *(cell.name for cell in cells),
-        caption="P parameters, N ranks, L those of the largest module, U of the largest unit.",
+        caption="P parameters, N ranks, L those of the largest module, U of the largest unit. Below a formula that is "
+        f"more than a thousandth off our ledger at rest, the band that differs most. {_granted(plan)}",
     )  # fmt: skip
     whys: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(each.name for each in here):
         row = []
         for cell in cells:
             found = next((each for each in here if (each.name, each.stage) == (name, cell.stage)), None)
-            row.append(f"{answers.size(plan.question, found.nbytes)}\n[dim]{found.formula}[/]" if found else "–")
-            if found and found.nbytes != found.ours:
+            row.append(_estimate(plan.question, found) if found else "–")
+            if found and _differs(found):
                 whys.setdefault((name, found.why), []).append(cell.name)
         table.add_row(name, *row)
     table.add_section()

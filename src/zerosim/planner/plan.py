@@ -72,7 +72,8 @@ def make(source: Source, question: Question, advance: Advance) -> Plan:
     if question.memory is not None:
         limit = min(MOST_RANKS, model.params)
         for stage in question.stages:
-            smallest.append(_smallest(runner, stage, question.memory, limit))
+            fit = [cell.ranks for cell in cells if cell.stage == stage and cell.fits]
+            smallest.append(_smallest(runner, stage, question.memory, limit, fit))
             advance(f"smallest N under {SCHEMES[stage].name}")
         for ranks in question.asked:
             for stage in question.stages:
@@ -156,13 +157,18 @@ def _cell(runner: Runner, stage: int, ranks: int, chosen: Card, cluster: Cluster
     )
 
 
-def _smallest(runner: Runner, stage: int, memory: int, limit: int) -> Smallest:
-    """Under data parallel one card is like any number of them, but for the ring's blocks."""
+def _smallest(runner: Runner, stage: int, memory: int, limit: int, fit: list[int]) -> Smallest:
+    """Under data parallel one card is like any number of them, but for the ring's blocks and its padding.
+
+    ``fit`` are numbers that it is known to fit on: where rows are padded to N, more GPUs may take more, and
+    a search that doubles N would pass by what the table shows.
+    """
     most = limit if SCHEMES[stage].optimizer else 1
+    found = search.smallest(lambda ranks: runner.fits(stage, ranks, memory), most)
     return Smallest(
         stage=stage,
         name=SCHEMES[stage].name,
-        ranks=search.smallest(lambda ranks: runner.fits(stage, ranks, memory), most),
+        ranks=min([*fit, *([] if found is None else [found])], default=None),
         states_alone=search.smallest(lambda ranks: runner.holds_states(stage, ranks, memory), most),
         limit=most,
     )
@@ -176,15 +182,20 @@ def _largest(runner: Runner, stage: int, ranks: int, memory: int) -> Largest:
 
 
 def _nowhere(runner: Runner, limit: int, memory: int) -> Nowhere:
-    """The highest stage on the number of ranks that needs least: what is left then no further rank takes away."""
-    stage = max(runner.question.stages)
-    most = limit if SCHEMES[stage].optimizer else 1
+    """The stage and the number of ranks that need least, of equals the highest and fewest, and what is left then.
+
+    It need not be the highest stage: one that shards more may hold more beside, as buckets and gathered layers.
+    """
     runs = []
-    for ranks in sorted({1 << power for power in range(most.bit_length())} | {most}):
-        ran = runner.run(stage, ranks)
-        assert isinstance(ran, Ran), "only a card's capacity makes a run end"
-        runs.append((ran.peak.total, ranks, ran.peak))
-    _, ranks, peak = min(runs, key=lambda run: run[:2])
+    for stage in runner.question.stages:
+        most = limit if SCHEMES[stage].optimizer else 1
+        powers = {1 << power for power in range(most.bit_length())}
+        for ranks in powers | {*range(1, min(search.EVERY, most) + 1), most}:
+            ran = runner.run(stage, ranks)
+            assert isinstance(ran, Ran), "only a card's capacity makes a run end"
+            runs.append((ran.peak.total, -stage, ranks, ran.peak))
+    _, negative, ranks, peak = min(runs, key=lambda run: run[:3])
+    stage = -negative
     shortage = runner.run(stage, ranks, memory)
     assert isinstance(shortage, Shortage), "the search has found that it does not fit"
     return Nowhere(stage=stage, name=SCHEMES[stage].name, ranks=ranks, peak=peak, shortage=shortage)
@@ -236,11 +247,11 @@ def _estimates(runner: Runner, model: ModelRecord, cells: list[Cell], question: 
             largest_layer=runner.ready(cell.stage).largest_module or max(unit.params for unit in model.units),
             largest_unit=max(unit.params for unit in model.units),
         )
-        ours = sum(nbytes for band, nbytes in cell.resident.items() if band != Band.BUFFERS)
+        held = {band: nbytes for band, nbytes in cell.resident.items() if band != Band.BUFFERS}
         found += [
             Estimate(
-                name=each.name, stage=cell.stage, ranks=cell.ranks, formula=each.formula, nbytes=each.nbytes, ours=ours,
-                quantity="at rest", why=each.why, source=each.source,
+                name=each.name, stage=cell.stage, ranks=cell.ranks, formula=each.formula, nbytes=each.nbytes,
+                ours=sum(held.values()), quantity="at rest", beside=each.beside(held), why=each.why, source=each.source,
             )
             for each in estimates(facts)
         ]  # fmt: skip

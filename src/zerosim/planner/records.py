@@ -204,7 +204,7 @@ class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Nowhere(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A card too small for any N: what the highest stage needs on the N where it needs least, and what is to blame."""
+    """A card too small for any N: what is needed by the stage and on the N that need least, and what is to blame."""
 
     stage: StageNumber
     name: str
@@ -225,7 +225,10 @@ class Oddity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a well-known formula says of the same question, and why ours differs."""
+    """What a well-known formula says of the same question, and why ours differs.
+
+    ``beside``: what the formula has more of than the ledger, or below zero less, by band; equal bands are out.
+    """
 
     name: str
     stage: StageNumber
@@ -234,6 +237,7 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     nbytes: int
     ours: int
     quantity: str
+    beside: dict[str, int]
     why: str
     source: str
 

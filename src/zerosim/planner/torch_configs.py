@@ -65,9 +65,9 @@ def from_values(values: Mapping[str, Any], where: str) -> Source:
         with torch.device("meta"):
             module = getattr(transformers, name)._from_config(config)
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(
-            f"plan(MODEL): {where} describes no {name} that can be made: {type(error).__name__}: {reason[:300]} "
+            f"plan(MODEL): {where} describes no {name} that can be made: {type(error).__name__}: {reason}. "
             f"Correct that in it."
         ) from error
     module.train()
@@ -86,6 +86,7 @@ def from_values(values: Mapping[str, Any], where: str) -> Source:
         _wrap(module),
         sequence=min(SEQUENCE, most) if most else SEQUENCE,
         most=most,
+        hint="If that is this architecture's own way, pass a Python path, package.module:factory, of a model without.",
         notes=["attention runs in one fused kernel, and the loss is the cross entropy of every token, in fp32"],
     )
 

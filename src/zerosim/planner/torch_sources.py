@@ -64,22 +64,37 @@ class TorchSource:
             raise ValueError(
                 f"plan(seq): {self.name} has positions for at most {self._most:,} tokens a row; got {sequence:,}."
             )
+        inputs = self._example("inputs", self._inputs, load.rows, sequence)
+        target = None if self._target is None else self._example("target", self._target, load.rows, sequence)
         compute = "fp32" if load.working == FP32 else "bf16"  # as many bytes as fp16, which some kernels do not take
         try:
             shapes = measure(
                 self._module,
-                self._inputs(load.rows, sequence),
+                inputs,
                 self._wrap,
                 compute=compute,
                 checkpoint=load.checkpoint,
                 loss=self._loss,
-                target=None if self._target is None else self._target(load.rows, sequence),
+                target=target,
             )
-        except ValueError as error:
+        except Exception as error:  # it is the model's own code that runs, and its errors are of any kind
+            known = isinstance(error, ValueError)
+            reason = str(error) if known else f"plan(MODEL): {self.name} failed: {type(error).__name__}: {error}"
+            reason = f"{reason.rstrip('.')}."
             hint = "Some kernels take 16 bits only: try --precision bf16." if compute == "fp32" else ""
-            raise ValueError(" ".join(filter(None, (str(error), self._hint, hint)))) from error
+            raise ValueError(" ".join(filter(None, (reason, self._hint, hint)))) from error
         model = ShapeModel(shapes, temporaries=True)
         return Ready(model, model.batch(rows // load.rows), largest_module=_largest(self._module))
+
+    def _example(self, key: str, make: Inputs, rows: int, sequence: int | None) -> Any:
+        """What the caller's own function gives."""
+        try:
+            return make(rows, sequence)
+        except Exception as error:
+            raise ValueError(
+                f"plan(MODEL): the {key} of {self.name}, for {rows} rows and a sequence of {sequence}, failed: "
+                f"{type(error).__name__}: {error}. It must be {KEYS[key]}."
+            ) from error
 
 
 def _largest(module: torch.nn.Module) -> int:
@@ -108,12 +123,12 @@ def from_python(text: str) -> Source:
             f"plan(MODEL): {text!r} is no Python path here: {error}. Name a module that can be imported and a function "
             f"in it that returns a model, package.module:factory."
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"plan(MODEL): importing {path} failed: {type(error).__name__}: {error}.") from error
     try:
         with torch.device("meta"):
             made = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"plan(MODEL): {text}() failed on the meta device, where tensors have shapes and no values: "
             f"{type(error).__name__}: {error}. It must return a model without arguments, and without reading values."
@@ -135,6 +150,12 @@ def _source(made: Any, text: str) -> Source:
         )
     if next(module.parameters(), None) is None:
         raise ValueError(f"plan(MODEL): {text}() returned a {type(module).__name__} that has no parameters.")
+    sequence = parts.get("sequence", None if parts.get("inputs") else SEQUENCE)
+    if sequence is not None and (isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1):
+        raise ValueError(f"plan(MODEL): the sequence of {text}() is {KEYS['sequence']}, 1 or more; got {sequence!r}.")
+    for key in ("inputs", "target", "loss"):
+        if parts.get(key) is not None and not callable(parts[key]):
+            raise ValueError(f"plan(MODEL): the {key} of {text}() must be {KEYS[key]}; got {parts[key]!r}.")
     options = {key: parts[key] for key in ("loss", "target") if parts.get(key) is not None}
     return TorchSource(
         "Python path",
@@ -142,7 +163,7 @@ def _source(made: Any, text: str) -> Source:
         module,
         parts.get("inputs") or tokens,
         parts["wrap"] if parts.get("wrap") is not None else blocks(module),
-        sequence=parts.get("sequence", None if parts.get("inputs") else SEQUENCE),
+        sequence=sequence,
         notes=[] if parts.get("inputs") else ["called with token numbers [rows, sequence]"],
         hint="" if parts.get("inputs") else HINT,
         **options,
