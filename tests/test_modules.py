@@ -780,6 +780,22 @@ class Branching(nn.Module):  # type: ignore[misc]
         return self.layer(x) if x.sum().item() > 0 else x
 
 
+class Counting(nn.Module):  # type: ignore[misc]
+    """Keeps count of its calls in a buffer, or in something that all its copies share."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        if buffer:
+            self.register_buffer("calls", torch.zeros(()))
+        else:
+            self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
 class Borrowing(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
@@ -800,6 +816,7 @@ class Borrowing(nn.Module):  # type: ignore[misc]
         (Twice(), Pair, "two is given 2 tensors"),
         (Idle(), nn.Linear, "never calls two"),
         (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), nn.Linear, r"draws random numbers.*eval\(\)"),
+        (Counting(buffer=False), Counting, "returns something else when it is called again"),
         (nn.Linear(3, 3).requires_grad_(False), nn.Linear, "nothing that it returns depends on"),
         (nn.Linear(3, 3, device="meta"), nn.Linear, r"is on meta.*measure\(\)"),
     ],
@@ -808,6 +825,14 @@ def test_what_is_no_chain_is_refused(module: nn.Module, wrap: Any, words: str) -
     """A module whose units do not follow one another is refused, and the place named."""
     with pytest.raises(ValueError, match=words):
         TorchModel(module, torch.ones(ROWS, 3), wrap, loss=squared)
+
+
+def test_finding_the_order_of_units_leaves_everything_alone() -> None:
+    """A count in a buffer is no obstacle; neither it nor the example is touched, whatever the module does to them."""
+    module, example = nn.Sequential(nn.ReLU(inplace=True), Counting(buffer=True)), torch.full((ROWS, 3), -1.0)
+    TorchModel(module, example, (nn.ReLU, Counting), loss=squared)
+    assert module[1].calls == 0
+    assert (example == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -846,15 +871,21 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_what_changes_what_is_kept_is_refused() -> None:
-    """Overwriting an input, or what is saved, shapes that depend on values, and late randomness are errors."""
+    """Overwriting an input, a parameter or what is saved, new buffers, and shapes that depend on values are errors."""
 
     class Odd(nn.Module):  # type: ignore[misc]
         def __init__(self, how: str) -> None:
             super().__init__()
             self.layer, self.how = nn.Linear(3, 3, bias=False), how
+            self.register_buffer("calls", torch.zeros(()))
 
         def forward(self, x: Any) -> Any:
             y = self.layer(x)
+            if self.how == "parameter":
+                self.layer.weight.detach().mul_(2)
+                return y * 1
+            if self.how == "buffer":
+                self.calls: Any = self.calls + 1
             if self.how == "input":
                 x.detach().mul_(2)
             if self.how == "saved":
@@ -870,6 +901,8 @@ def test_what_changes_what_is_kept_is_refused() -> None:
     batch = [(x, target), (-x, target)]  # without biases, of nine numbers as many are positive as were negative
     for how, error, words in (
         ("input", RuntimeError, "overwrites its input"),
+        ("parameter", RuntimeError, "overwrites its parameter layer.weight"),
+        ("buffer", RuntimeError, "assigns a new tensor to calls"),
         ("saved", RuntimeError, "modified in place"),
         ("shape", ValueError, "same shapes on every rank"),
     ):

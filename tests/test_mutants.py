@@ -220,3 +220,30 @@ def test_a_ranks_view_cannot_be_written() -> None:
     [view] = ranks[1][Band.MASTER]
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 1
+
+
+def test_nothing_can_be_reduced_and_gathered() -> None:
+    """A buffer of no elements goes around the ring as any other: its blocks are empty."""
+    ring, ledger = LocalRing(3), Ledger(3)
+    comm = Comm(
+        ring,
+        FP32,
+        Workspace(Ranks(ring.ids, PRECISIONS["mixed"].dtypes(FP32), ledger, ring.empty), Band.BLOCKS),
+        ledger,
+    )
+    comm.all_reduce(np.zeros((3, 0), FP16), 0, scale=1 / 3, band=Band.GRADS, unit="")
+    assert ledger.sent() == [0, 0, 0]
+
+
+def test_a_linear_layer_does_not_write_its_parameters() -> None:
+    """Backward leaves fp32 parameters alone where the gradients are narrower, and has no other place to round them."""
+    [layer] = MLP((3, 2)).linears
+    ranks = _ranks()
+    work = Workspace(ranks, Band.ACTIVATIONS)
+    params = np.linspace(-1, 1, 2 * layer.size, dtype=np.float32).reshape(2, -1)
+    before = params.copy()
+    x, dy = work.hold(5, 3), work.hold(5, 2)
+    x[...], dy[...] = 0.3, 0.7
+    _, saved = layer.forward(params, x, work)
+    layer.backward(params, saved, dy, np.empty((2, layer.size), FP16), work, need_dx=True)
+    assert np.array_equal(params, before)

@@ -108,6 +108,17 @@ def test_gradients_accumulate_to_the_average_of_all_rows() -> None:
         assert three.reports[-1].loss == pytest.approx(one.reports[-1].loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("sync", ["each", "end"])
+@pytest.mark.parametrize("precision", ["mixed", "bf16"])
+def test_one_rank_averages_as_two_with_its_batch_do(precision: str, sync: str) -> None:
+    """A third is rounded in fp32 and the average once more, at N = 1 too: two ranks with one batch get its bits."""
+    batch = draw(1, 6)
+    one, two = (DP(MLP(WIDTHS), ranks, precision=precision, accumulate=3, sync=sync) for ranks in (1, 2))
+    one.step(batch)
+    two.step(batch * 2)
+    assert states(one, [*STATES, Band.GRADS]) == states(two, [*STATES, Band.GRADS])
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("sync", ["each", "end"])
 @each_stage
@@ -223,6 +234,12 @@ def test_padding_rules_cost_bytes_alone(stage: Stage, padding: str) -> None:
             assert not beyond.any()
 
 
+def test_a_scalar_is_one_row() -> None:
+    """By rows a parameter without axes takes an element, padded like any other; no group is cut short by it."""
+    for shapes, padded in ((((),), N), (((), (N, 3)), N + N * 3), (((2, 3), ()), N * 3 + N)):
+        assert PADDINGS["rows"](Group("group", shapes), N) == padded
+
+
 # -- wires and recipes
 
 
@@ -279,7 +296,7 @@ def test_main_grads_are_what_the_optimizer_reads() -> None:
 
 
 def test_fsdp_gathers_and_computes_in_bf16_what_it_keeps_in_fp32() -> None:
-    """FSDP's recipe trains to bf16's very bits: its fp32 shards are the master, its gathered copy their rounding."""
+    """FSDP's recipe trains as bf16's does: its fp32 shards are the master, its gathered copy their rounding."""
     options: dict[str, Any] = {"wire": "fp32", "wire_params": "bf16"}
     fsdp = trained(ZeRO3, precision="fsdp", **options)
     bf16 = trained(ZeRO3, precision="bf16", **options)
@@ -289,6 +306,17 @@ def test_fsdp_gathers_and_computes_in_bf16_what_it_keeps_in_fp32() -> None:
     assert set(gathered) == {2 * chunk * N for chunk in chunks()}
     # Not the very bits: bf16's averaged gradients are rounded once more, into their band.
     assert np.abs(fsdp.full_theta() - bf16.full_theta()).max() < 1e-3
+
+
+@pytest.mark.parametrize("sync", ["each", "end"])
+def test_fsdps_recipe_on_one_rank_is_that_on_two(sync: str) -> None:
+    """One rank computes with the bf16 copy too: two ranks with its batch get the same bits."""
+    batch = draw(1, 6)
+    one, two = (ZeRO3(MLP(WIDTHS), n, precision="fsdp", accumulate=3, sync=sync) for n in (1, 2))
+    one.step(batch)
+    two.step(batch * 2)
+    assert bits(one.full_theta()) == bits(two.full_theta())
+    assert one.bytes_comm_per_rank() == 0
 
 
 @pytest.mark.parametrize("stage", [DP, ZeRO1, ZeRO2], ids=lambda stage: stage.name)
@@ -544,3 +572,14 @@ def test_checkpointing_is_of_a_layer() -> None:
     again = Checkpointed(layer)
     assert (again.name, again.groups) == (layer.name, layer.groups)
     assert isinstance(again, Layer)
+
+
+def test_checkpointing_twice_is_checkpointing_once() -> None:
+    """A model whose layers are checkpointed already, and a schedule that does so too, compute nothing a third time."""
+    model = MLP(WIDTHS)
+    model.layers = tuple(Checkpointed(layer) for layer in model.layers)
+    once, twice = (DP(each, N, checkpoint=True) for each in (MLP(WIDTHS), model))
+    for scheme in (once, twice):
+        scheme.step(draw(N, 4))
+    assert states(once) == states(twice)
+    assert once.reports[-1].flops == twice.reports[-1].flops

@@ -62,7 +62,8 @@ def _to_multiples(group: Group, multiple: int) -> int:
 
 
 def _by_rows(group: Group, ranks: int) -> int:
-    return sum(-(-shape[0] // ranks) * ranks * prod(shape[1:]) for shape in group.shapes if shape)
+    shapes = (shape or (1,) for shape in group.shapes)  # a scalar is one row
+    return sum(-(-rows // ranks) * ranks * prod(rest) for rows, *rest in shapes)
 
 
 # How many elements a group of parameters takes up on N ranks.

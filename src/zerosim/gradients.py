@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Shaped
 
-from zerosim.bands import Array, Band
+from zerosim.bands import FP32, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.casts import convert
 from zerosim.comm import Comm
@@ -102,8 +102,11 @@ class Gradients:
         if not self._shard.optimizer or self._all_reduce:
             if self._comm.ring.size > 1:
                 self._comm.all_reduce(full, size, scale=self._scale, band=Band.GRADS, unit=bucket.name)
-            elif self._scale != 1:
-                np.multiply(full, full.dtype.type(self._scale), out=full)
+            elif self._scale != 1:  # nothing travels; scaled as the ring would, in fp32, and rounded once
+                register = np.empty_like(full, FP32)
+                convert(full, register)
+                np.multiply(register, np.float32(self._scale), out=register)
+                convert(register, full)
             average = self._comm.own(full) if self._shard.optimizer else full
             self._keep(bucket.group, target, average, there=full is kept)
         elif bucket.group in self._reduced:

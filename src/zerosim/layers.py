@@ -184,10 +184,15 @@ class Chain:
 
 
 class Checkpointed:
-    """A layer that keeps its input alone and runs forward again in its backward (Chen et al., arXiv 1604.06174)."""
+    """A layer that keeps its input alone and runs forward again in its backward (Chen et al., arXiv 1604.06174).
+
+    Its output stays its own as well. What forward writes to buffers is written twice, as it is in torch; of
+    one that is checkpointed already forward runs again once.
+    """
 
     def __init__(self, layer: Layer) -> None:
-        self.layer, self.name, self.groups = layer, layer.name, layer.groups
+        self.layer: Layer = layer.layer if isinstance(layer, Checkpointed) else layer
+        self.name, self.groups = layer.name, layer.groups
 
     def forward(self, params: Flat, x: Shaped[Array, "R ..."], work: Workspace) -> tuple[Shaped[Array, "R ..."], Any]:
         watched = _Watched(work)

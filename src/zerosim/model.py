@@ -66,7 +66,7 @@ class Linear:
         work.free(y)
         dx = work.hold(x.shape[1], self.fan_in) if need_dx else None
         done = 0
-        for some, register in self._registers(params):
+        for some, register in self._registers(params, grads):
             target = grads[some, : self.size]
             grad = target if target.dtype == FP32 else register
             weight, bias = self._split(grad)
@@ -86,13 +86,13 @@ class Linear:
         cut = self.fan_in * self.fan_out
         return np.reshape(flat[:, :cut], (-1, self.fan_in, self.fan_out), copy=False), flat[:, cut : self.size]
 
-    def _registers(self, params: Array) -> Iterator[tuple[slice, Array]]:
+    def _registers(self, params: Array, *more: Array) -> Iterator[tuple[slice, Array]]:
         """Go through the copies a few at a time, with an fp32 scratch [some, P] that stays in the cache.
 
-        Parameters that are fp32 already need none, nor to be taken apart.
+        Where everything is fp32 already there is no need of one, nor to take it apart.
         """
         copies = len(params)
-        if params.dtype == FP32:
+        if all(flat.dtype == FP32 for flat in (params, *more)):
             yield slice(0, copies), params
             return
         some = min(copies, max(1, _REGISTER_BYTES // (4 * self.size)))

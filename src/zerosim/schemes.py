@@ -112,7 +112,7 @@ class Scheme:
     * ``padding``: buffers are padded to a multiple of ``"N"`` or ``"2N"``, or by ``"rows"`` of each parameter.
     * ``accumulate``: a step's batch is cut into so many micro-batches; ``sync`` says whether gradients are
       reduced after ``"each"`` or at the ``"end"``, by default at the end where every rank keeps them whole.
-    * ``all_reduce``: ZeRO-1 and -2 all-reduce gradients instead of reduce-scattering them.
+    * ``all_reduce``: gradients are all-reduced where they could be reduce-scattered.
     * ``checkpoint``: a layer keeps only its input and runs forward again in its backward.
     * ``optimizer``: an ``Adam`` or ``SGD``.
     * ``capacity``: bytes of memory of one rank's card; ``OutOfMemory`` is raised by the hold that would pass it.
@@ -171,8 +171,9 @@ class Scheme:
             raise ValueError(
                 f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."
             )
-        # With one rank there is nothing to share out: every stage is data parallel, and nothing is sent.
-        self.shard = stage if ranks > 1 else DP
+        # With one rank there is nothing to share out: every stage is data parallel, and nothing is sent. Only what
+        # has to be gathered to be read at all is gathered, by a ring of one that sends nothing either.
+        self.shard = stage if ranks > 1 or not self.precision.everywhere else DP
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
         self.ranks = Ranks(self.ring.ids, self.precision.dtypes(WIRES[wire]), self.ledger, self.ring.empty, capacity)
         self.comm, self._gathers = (

@@ -1,6 +1,7 @@
 """Units one after another: the order in which a module calls them, and whether they chain.
 
-Owns that rule. Must not know how a unit's arithmetic is done, nor what it keeps.
+Owns these rules, and that a module answers alike when it is called again. Must not know how a
+unit's arithmetic is done, nor what it keeps.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def chain(module: torch.nn.Module, units: Sequence[Unit], x: torch.Tensor) -> li
                     f"module.to('cpu'), or measure() for a module without values."
                 )
     links: list[Link] = []
+    x = x.clone()  # the caller's own is not for the module to write to
     last: list[torch.Tensor] = [x]
 
     def call(unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -89,6 +91,26 @@ def chain(module: torch.nn.Module, units: Sequence[Unit], x: torch.Tensor) -> li
     if not output.requires_grad:
         raise ValueError("TorchModel(module): nothing that it returns depends on a trainable parameter.")
     return links
+
+
+def check_repeatable(module: torch.nn.Module, x: torch.Tensor) -> None:
+    """Refuse, with ValueError, a module that returns something else when it is called again on the same input.
+
+    It is run twice, on a copy, with the same parameters and buffers: what it keeps in buffers each rank has for itself.
+    """
+    run = copy.deepcopy(module)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    outputs = []
+    for _ in range(2):
+        own = {name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in state.items()}
+        with torch.enable_grad():
+            outputs.append(torch.func.functional_call(run, own, (x.clone(),)).detach())
+    if not torch.allclose(*outputs, rtol=0, atol=0, equal_nan=True):
+        raise ValueError(
+            f"TorchModel(module): {type(module).__name__} returns something else when it is called again on the same "
+            f"input: it remembers its calls, and all ranks and stages would share what it remembers. Keep it in a "
+            f"buffer, written in place."
+        )
 
 
 def _listed(unit: Unit) -> str:

@@ -8,7 +8,7 @@ what it is handed, which is what gathering them again means. Must not know stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from zerosim.bands import Array
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role, Workspace
 from zerosim.modules.batch import check_batch
-from zerosim.modules.chain import Link, chain
+from zerosim.modules.chain import Link, chain, check_repeatable
 from zerosim.modules.measure import DTYPES, cross_entropy, measure
 from zerosim.modules.rows import OUTPUT, Held, drop, row, store, view
 from zerosim.modules.run import Loss
@@ -47,13 +47,10 @@ class TorchUnit:
             given = row(x, rank).requires_grad_(self._link.x_grad)
             tape = Tape({"": given, **own})
             with counting(rank) as flops, tape.recording(), torch.enable_grad(), deterministic(self.name, rank == 0):
-                version = given._version
-                y = torch.func.functional_call(self._link.module, own, *self._call(given))
-            if given._version != version:
-                raise RuntimeError(
-                    f"TorchModel: {self.name} overwrites its input, which belongs to the unit before it. Use the "
-                    f"out-of-place form (inplace=False), or match a module around both."
-                )
+                versions = {name: leaf._version for name, leaf in (("", given), *own.items())}
+                after = dict(own)  # where torch leaves what the module has assigned to a name
+                y = torch.func.functional_call(self._link.module, after, *self._call(given))
+            self._check_written({"": given, **own}, {"": given, **after}, versions)
             operations += flops()
             held.take(rank, y, tape.finish({OUTPUT: y}))
             tapes.append(tape)
@@ -107,6 +104,30 @@ class TorchUnit:
     def _trainable(self) -> list[Part]:
         return [part for part in self._parts if part.group.role is Role.TRAINABLE]
 
+    def _check_written(
+        self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], versions: Mapping[str, int]
+    ) -> None:
+        """Refuse a forward that has changed anything but its buffers, or those otherwise than in place."""
+        buffers = {name for part in self._parts if part.group.role is Role.BUFFER for name in part.names}
+        for name, leaf in before.items():
+            if after[name] is not leaf:
+                raise RuntimeError(
+                    f"TorchModel: {self.name} assigns a new tensor to {name}, which would be lost: each rank has its "
+                    f"own memory for it. Write to a buffer in place, with copy_() say."
+                )
+            if leaf._version == versions[name] or name in buffers:
+                continue
+            if name:
+                raise RuntimeError(
+                    f"TorchModel: {self.name} overwrites its parameter {name}, which would be lost: it computes with a "
+                    f"copy, and only the optimizer writes to the original. Change parameters out of place, as in "
+                    f"torch.nn.utils.parametrizations."
+                )
+            raise RuntimeError(
+                f"TorchModel: {self.name} overwrites its input, which belongs to the unit before it. Use the "
+                f"out-of-place form (inplace=False), or match a module around both."
+            )
+
     def _flats(self, params: Flat) -> list[Array]:
         return params if isinstance(params, list) else [params]
 
@@ -142,7 +163,8 @@ class TorchModel:
 
     ValueError if the units do not chain: each takes one tensor, what the one before returned,
     and the last one's is what the module returns. A module that draws random numbers
-    (dropout) is refused, for every stage and every rank would draw others.
+    (dropout) is refused, for every stage and every rank would draw others, and so is one that
+    remembers its calls elsewhere than in buffers, which every rank has for itself.
     """
 
     def __init__(
@@ -167,6 +189,7 @@ class TorchModel:
         self._example = torch.as_tensor(inputs)
         with deterministic(type(module).__name__):
             self._links = chain(module, units, self._example)
+        check_repeatable(module, self._example)
         self.layers: list[Layer] = []
         for link in self._links:
             layer = TorchUnit(link, self._compute)
