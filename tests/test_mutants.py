@@ -222,19 +222,6 @@ def test_a_ranks_view_cannot_be_written() -> None:
         view[0] = 1
 
 
-def test_nothing_can_be_reduced_and_gathered() -> None:
-    """A buffer of no elements goes around the ring as any other: its blocks are empty."""
-    ring, ledger = LocalRing(3), Ledger(3)
-    comm = Comm(
-        ring,
-        FP32,
-        Workspace(Ranks(ring.ids, PRECISIONS["mixed"].dtypes(FP32), ledger, ring.empty), Band.BLOCKS),
-        ledger,
-    )
-    comm.all_reduce(np.zeros((3, 0), FP16), 0, scale=1 / 3, band=Band.GRADS, unit="")
-    assert ledger.sent() == [0, 0, 0]
-
-
 def test_a_linear_layer_does_not_write_its_parameters() -> None:
     """Backward leaves fp32 parameters alone where the gradients are narrower, and has no other place to round them."""
     [layer] = MLP((3, 2)).linears

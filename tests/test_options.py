@@ -583,3 +583,9 @@ def test_checkpointing_twice_is_checkpointing_once() -> None:
         scheme.step(draw(N, 4))
     assert states(once) == states(twice)
     assert once.reports[-1].flops == twice.reports[-1].flops
+
+
+def test_a_group_of_nothing_is_refused() -> None:
+    """A parameter without elements cannot be shared out: refused by name, with what to do."""
+    with pytest.raises(ValueError, match=r"^Scheme\(model\): nothing has no elements.* Leave it out"):
+        ZeRO3(Scales([Scale("one", Group("nothing", ((0,),)))]), N)

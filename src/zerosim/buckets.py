@@ -125,6 +125,8 @@ def build(
             held[...] = model.buffer(group)
             yield Bucket(group, group.size, group.size, {Band.BUFFERS: held})
             continue
+        if group.size == 0:
+            raise ValueError(f"Scheme(model): {group.name} has no elements, so there is nothing to share. Leave it out.")
         padded = PADDINGS[padding](group, world_size)
         chunk = padded // world_size
         whole = np.empty_like(initial, shape=(padded,))

@@ -247,7 +247,7 @@ class Comm:
         """
         n, rows, same = self.ring.size, len(self.ring.ids), self.wire == buffer.dtype
         shape = rows, buffer.shape[1] // n
-        ahead = min(n, _REGISTER // max(1, shape[0] * shape[1]))
+        ahead = min(n, _REGISTER // (shape[0] * shape[1]))
         if same and (rows == 1 or ahead == 0):
             yield from (self.ring.chunks(buffer, hop) for hop in range(1, n + 1))
             return
