@@ -46,11 +46,11 @@ Rivals that are not installed are left out (`pip install 'zerosim[bench]'` has t
   JAX vmapped a gathered array is one array, of which no rank has a copy: under ZeRO-3 it multiplies everybody's rows by
   the same weights at once, and nothing is gathered. Its reduce-scatter is a sum.
 - JAX devices and both ways of torch run a library's own collectives. None of the rivals counts what is held or sent.
-- What is left between zerosim and the floor is, in fp32, N - 1 hops of every bucket, one NumPy call after another, where
-  the floor has one sum. Under `mixed` it is the conversions as well: each rank's fp16 working copy up for the forward
-  and up again for the backward, its gradients down, and up as the ring reads them. With four rows to a rank a parameter
-  takes part in so few multiplications that these weigh more than the training. NumPy has no vectorised conversion of
-  halves; the integer passes in its place cost 0.3 to 0.9 ns an element, torch's compiled ones a fraction of that.
+- What is left between zerosim and the floor is, in fp32, N - 1 hops of every bucket, one NumPy call after another,
+  where the floor has one sum. Under `mixed` it is the conversions as well: each rank's fp16 working copy up for the
+  forward and up again for the backward, its gradients down, and up as the ring reads them. With four rows to a rank a
+  parameter takes part in so few multiplications that these weigh more than the training; NumPy converts halves one at a
+  time, and the integer passes that stand in for it still take several operations an element.
 """
 
 
