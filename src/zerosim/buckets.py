@@ -126,7 +126,7 @@ def build(
             yield Bucket(group, group.size, group.size, {Band.BUFFERS: held})
             continue
         if group.size == 0:
-            raise ValueError(f"Scheme(model): {group.name} has no elements, so there is nothing to share. Leave it out.")
+            raise ValueError(f"Scheme(model): {group.name} has no elements, and nothing to share. Leave it out.")
         padded = PADDINGS[padding](group, world_size)
         chunk = padded // world_size
         whole = np.empty_like(initial, shape=(padded,))
