@@ -234,3 +234,64 @@ def test_a_linear_layer_does_not_write_its_parameters() -> None:
     _, saved = layer.forward(params, x, work)
     layer.backward(params, saved, dy, np.empty((2, layer.size), FP16), work, need_dx=True)
     assert np.array_equal(params, before)
+
+
+# -- the closed forms and the log against what runs
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("precision", ["bf16-fp32-grads", "mixed-main-grads"])
+@pytest.mark.parametrize("stage", range(4))
+def test_closed_forms_of_the_wider_recipes(stage: int, precision: str, ranks: int) -> None:
+    """At rest, at the peak, on the wire and in messages, the recipes with fp32 gradients are as predicted, by band."""
+    widths, rows = (5, 7, 3), 2
+    scheme = SCHEMES[stage](MLP(widths), ranks, precision=precision)
+    scheme.step([(np.ones((rows, 5), FP32), np.ones((rows, 3), FP32))] * ranks)
+    report, job = scheme.reports[-1], theory.Job(stage, (((5, 7),), ((7, 3),)), ranks, rows, precision)
+    assert report.resident == theory.resident(job)
+    assert report.peak.by_band == theory.peak(job)
+    assert report.peak_without_activations.by_band == theory.peak_without_activations(job)
+    assert report.padding == theory.padding(job)
+    sent = {name: traffic.messages for (name, _), traffic in report.traffic.items()}
+    assert sent == theory.messages(job)
+    logged = dict.fromkeys(sent, 0)
+    for event in report.events:
+        if event.kind is EventKind.SEND:
+            logged[event.name] += event.amount
+    assert logged == sent
+
+
+def test_a_layer_at_a_time_is_what_is_usual() -> None:
+    """A job that does not say otherwise gathers by layer."""
+    buckets = (((5, 7),), ((7, 3),))
+    usual, named = theory.Job(3, buckets, 3, 2), theory.Job(3, buckets, 3, 2, gather="layer")
+    at_once = theory.Job(3, buckets, 3, 2, gather="model")
+    assert usual == named
+    assert theory.peak(usual) == theory.peak(named) != theory.peak(at_once)
+
+
+def test_what_is_sent_before_the_first_step_counts() -> None:
+    """Traffic outside of steps is in the total, as integers, and each collective's entry has its own messages."""
+    ledger = Ledger(2)
+    assert ledger.sent() == [0, 0]
+    for hops in (2, 3):
+        with ledger.sending("all-gather", "params", "layer") as traffic:
+            for _ in range(hops):
+                traffic.hop(7, 7, None)
+    assert ledger.sent() == [(2 + 3) * 7] * 2
+    with ledger.step() as report, ledger.sending("all-gather", "params", "layer") as traffic:
+        traffic.hop(11, 11, None)
+    assert ledger.sent() == [(2 + 3) * 7 + 11] * 2
+    assert [event.amount for event in report.events] == [1]
+    assert {type(count) for count in ledger.sent()} == {int}
+
+
+def test_two_sends_of_a_step_log_their_own_messages() -> None:
+    """The second entry of a collective has the messages since the first."""
+    ledger = Ledger(2)
+    with ledger.step() as report:
+        for hops in (2, 3):
+            with ledger.sending("all-gather", "params", "layer") as traffic:
+                for _ in range(hops):
+                    traffic.hop(7, 7, None)
+    assert [event.amount for event in report.events] == [2, 3]
