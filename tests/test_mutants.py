@@ -1,6 +1,7 @@
 """What mutation testing showed that no other test noticed; docs/MUTANTS.md has what is left."""
 
-from typing import Any
+from math import inf
+from typing import Any, cast
 
 import jaxtyping
 import numpy as np
@@ -11,7 +12,7 @@ from zerosim.bands import FP16, FP32, PRECISIONS, Band
 from zerosim.comm import Comm, LocalRing
 from zerosim.measure import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
 from zerosim.model import MLP
-from zerosim.optimizer import SGD
+from zerosim.optimizer import SGD, Adam
 from zerosim.ranks import Ranks, Workspace
 from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 
@@ -295,3 +296,35 @@ def test_two_sends_of_a_step_log_their_own_messages() -> None:
                 for _ in range(hops):
                     traffic.hop(7, 7, None)
     assert [event.amount for event in report.events] == [2, 3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_padding_that_is_held_and_sent(stage: int, ranks: int) -> None:
+    """Layers of 15 and 20 parameters, 16 and 20 in all on two and on four ranks: padding as predicted, rank by rank."""
+    scheme = SCHEMES[stage](MLP((4, 3, 5)), ranks)
+    scheme.step([(np.ones((2, 4), FP32), np.ones((2, 5), FP32))] * ranks)
+    report, job = scheme.reports[-1], theory.Job(stage, (((4, 3),), ((3, 5),)), ranks, 2)
+    sent = [sum(int(traffic.padding[row]) for traffic in report.traffic.values()) for row in range(ranks)]
+    assert sent == theory.padding_sent(job)
+    assert (sum(sent) > 0) == (ranks > 1)
+    assert report.padding == theory.padding(job)
+
+
+def test_what_adam_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are finite, betas a tuple in [0, 1), the ends as said; a plain descent has a rate of 0.01 unless told."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    assert Adam(betas=(0.0, 0.0)).betas == (0.0, 0.0)
+    assert SGD().lr == 0.01
+    for options in ({"lr": inf}, {"eps": inf}, {"betas": [0.9, 0.999]}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}):
+        [name] = options
+        with pytest.raises(ValueError, match=rf"^Adam\({name}\): "):
+            Adam(**cast("dict[str, Any]", options))
+
+
+def test_adams_operations_are_whole() -> None:
+    """What is booked for a row is an integer: 13 operations an element."""
+    done: list[int] = []
+    p, g, m, v = (np.ones((3, 5), FP32) for _ in range(4))
+    Adam().update(p, g, m, v, step=1, flops=done.append)
+    assert (done, type(done[0])) == ([13 * 5], int)
