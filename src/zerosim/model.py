@@ -104,7 +104,9 @@ class Linear:
 
 def _multiply(a: Array, b: Array, out: Array) -> int:
     """out = a b, and the operations that it took: a multiplication and an addition for each term of each element."""
-    np.matmul(a, b, out=out)
+    # Where a side is 1, OpenBLAS has been seen to raise the flag for finite numbers and a right result.
+    with np.errstate(invalid="ignore"):
+        np.matmul(a, b, out=out)
     return 2 * int(out.size) * int(a.shape[-1])
 
 
