@@ -241,7 +241,7 @@ def main() -> None:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     if missing := len(tasks) - len(fates):
         sys.exit(f"mutants.py: {missing} mutants were not reached; run it again to go on.")
-    sys.exit(mutants_page.judge(record, keep=options.sample == 1 and options.only == list(TESTS)))
+    sys.exit(mutants_page.judge(mutants_page.beside_others(record), keep=options.sample == 1))
 
 
 def _made(module: tuple[str, str]) -> list[Mutant]:

@@ -41,6 +41,12 @@ def record(tried: Iterable[tuple[Mapping[str, Any], str]]) -> dict[str, Any]:
     }
 
 
+def beside_others(found: dict[str, Any]) -> dict[str, Any]:
+    """The result with what was recorded before of modules that this run left out."""
+    before = json.loads(RECORD.read_text()) if RECORD.exists() else {"modules": {}, "survivors": {}}
+    return found | {part: before[part] | found[part] for part in ("modules", "survivors")}
+
+
 def change(mutant: Mapping[str, Any]) -> str:
     """A change in one line: the function, and its line before and after."""
     return f"{mutant['function'] or 'the module'}: {mutant['before']}  ->  {mutant['after']}"

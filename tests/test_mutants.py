@@ -1,10 +1,12 @@
 """What mutation testing showed that no other test noticed; docs/MUTANTS.md has what is left."""
 
 from math import inf
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jaxtyping
 import numpy as np
+import psutil
 import pytest
 
 from zerosim import theory
@@ -328,3 +330,53 @@ def test_adams_operations_are_whole() -> None:
     p, g, m, v = (np.ones((3, 5), FP32) for _ in range(4))
     Adam().update(p, g, m, v, step=1, flops=done.append)
     assert (done, type(done[0])) == ([13 * 5], int)
+
+
+# -- schemes
+
+
+@pytest.mark.parametrize("optimizer", [Adam(), SGD()], ids=["adam", "sgd"])
+def test_what_there_is_no_memory_for_is_refused_with_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Adam | SGD
+) -> None:
+    """With memory for half of the ranks, the refusal names the scheme and N, and first the other stages that fit, then
+    the powers of two below; a ring of one's own is not asked.
+    """
+    model, n = MLP((5, 7, 3)), 9
+    sizes = [5 * 7 + 7, 7 * 3 + 3]
+
+    def needed(stage: Stage, ranks: int) -> int:
+        return ranks * stage.footprint(sizes, ranks, PRECISIONS["mixed"], optimizer.states)
+
+    free = needed(DP, 8)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    with pytest.raises(MemoryError, match=r"^data parallel on 9 ranks would take ") as caught:
+        DP(model, n, optimizer=optimizer)
+    named = str(caught.value).partition("would fit: ")[2]
+    others = [f"{stage.name} on {n}" for stage in SCHEMES if needed(stage, n) <= free]
+    fewer = [f"data parallel on {ranks}" for ranks in (8, 4, 2, 1)]
+    assert [each.split(" (")[0] for each in named.split(", ")][:4] == [*others, *fewer][:4]
+    assert DP(model, n, optimizer=optimizer, ring=LocalRing(n)).ring.size == n
+
+
+def test_events_are_of_whom_they_are() -> None:
+    """Activations are the batch's, a layer's or the loss's, and each layer's arithmetic is logged under its name."""
+    scheme = ZeRO2(MLP((5, 7, 3)), 3)
+    scheme.step([(np.ones((2, 5), FP32), np.ones((2, 3), FP32))] * 3)
+    events = scheme.reports[-1].events
+    held = [event.unit for event in events if event.kind is EventKind.HOLD and event.name == Band.ACTIVATIONS]
+    # The batch's two parts; outputs; the loss's gradient; and backward through layer 2, which needs its input's.
+    assert held == ["batch", "batch", "layer 1", "layer 2", "loss", "layer 2"]
+    done = [(str(event.name), event.unit) for event in events if event.kind is EventKind.COMPUTE]
+    assert done == [
+        *[("forward", f"layer {index}") for index in (1, 2)],
+        *[("backward", f"layer {index}") for index in (2, 1)],
+        *[("optimizer", f"layer {index}") for index in (1, 2)],
+    ]
+
+
+def test_a_batch_that_cannot_be_cut_names_the_call() -> None:
+    """The refusal begins with the call and the option."""
+    scheme = ZeRO2(MLP((5, 7, 3)), 3, accumulate=2)
+    with pytest.raises(ValueError, match=r"^step\(batch\): accumulate=2 "):
+        scheme.step([(np.ones((3, 5), FP32), np.ones((3, 3), FP32))] * 3)
