@@ -5,16 +5,19 @@ fragments that say so.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
 import numpy as np
+import psutil
 import pytest
 
 from zerosim import preflight
 from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band
 from zerosim.model import MLP
-from zerosim.schemes import SCHEMES, Scheme, ZeRO2
+from zerosim.optimizer import SGD
+from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2
 
 RANKS, ROWS, WIDTHS = 3, 2, (5, 7, 4)
 
@@ -253,3 +256,16 @@ def test_a_batch_is_not_kept_or_changed() -> None:
     scheme, twin = ZeRO2(MLP(WIDTHS), RANKS), ZeRO2(MLP(WIDTHS), RANKS)
     assert scheme.step(batch) == twin.step(good())
     assert not any(np.shares_memory(array, kept) for array in given for _, _, kept in scheme.ranks.live())
+
+
+def test_an_optimizer_without_moments_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for plain descent, to the byte, is enough for it and not for Adam; a byte less is not enough."""
+    sizes, n = [5 * 7 + 7, 7 * 3 + 3], 9
+    need = n * DP.footprint(sizes, n, PRECISIONS["mixed"], SGD().states)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=need))
+    assert DP(MLP((5, 7, 3)), n, optimizer=SGD()).ring.size == n
+    with pytest.raises(MemoryError):
+        DP(MLP((5, 7, 3)), n)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=need - 1))
+    with pytest.raises(MemoryError):
+        DP(MLP((5, 7, 3)), n, optimizer=SGD())
