@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zerosim.bands import WIRES
 from zerosim.measure import Phase
 from zerosim.results import Results
+from zerosim.tables import number_table
 
 SHOWN_FAILURES = 20
 
@@ -41,22 +41,13 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
     _verdicts(results, out, console)
 
 
-def _table(title: str, *columns: str, caption: str = "") -> Table:
-    table = Table(
-        title=title, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
-    return table
-
-
 def _compared(measured: int, predicted: int) -> str:
     """A measured count, marked where it is not what was predicted."""
     return f"{measured:,}" if measured == predicted else f"[red]{measured:,} (predicted {predicted:,})[/]"
 
 
 def _summary(results: Results) -> Table:
-    table = _table(
+    table = number_table(
         "Bytes per parameter, and what one rank sends per step",
         "scheme", "at rest", "× data parallel", "peak", "with activations", "sent, B", "in P", "final loss", "dies at",
         caption="P: all parameters once, in the wire's dtype. Peaks are the highest instant, not the end of the step.",
@@ -88,7 +79,7 @@ def _summary(results: Results) -> Table:
 
 def _alike(results: Results) -> Table:
     bands = list(results.differences[0].differing) if results.differences else []
-    table = _table(
+    table = number_table(
         "Check one: the largest difference between the schemes over all ranks (and elements whose bits differ)",
         "step", *bands, "loss",
     )  # fmt: skip
@@ -112,7 +103,7 @@ def _bands(results: Results, when: str) -> Table:
             columns.append((record.name, step.resident, record.prediction.resident))
         else:
             columns.append((record.name, step.peak.by_band, record.prediction.peak))
-    table = _table(f"Check two: bytes per rank {when}", "band", *(name for name, _, _ in columns))
+    table = number_table(f"Check two: bytes per rank {when}", "band", *(name for name, _, _ in columns))
     for band in dict.fromkeys(band for _, *sides in columns for side in sides for band in side):
         table.add_row(band, *(_compared(got.get(band, 0), expected.get(band, 0)) for _, got, expected in columns))
     if columns:
@@ -123,7 +114,7 @@ def _bands(results: Results, when: str) -> Table:
 
 
 def _traffic(results: Results) -> Table:
-    table = _table(
+    table = number_table(
         "Check two: bytes that one rank sends per step",
         "scheme", "collective", "of", "messages", "sent", "predicted", "of which padding",
         caption="The busiest rank's; every rank's was checked.",
@@ -140,7 +131,7 @@ def _traffic(results: Results) -> Table:
 
 def _work(results: Results) -> Table:
     phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION]
-    table = _table(
+    table = number_table(
         "FLOPs per rank and step, and median milliseconds per step",
         "scheme", *(f"FLOPs, {phase}" for phase in phases[:3]), *(f"ms, {phase}" for phase in phases), "ms per rank",
         caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time.",
@@ -159,7 +150,7 @@ def _work(results: Results) -> Table:
 
 def _sweep(results: Results) -> Table:
     names = list(dict.fromkeys(row.scheme for row in results.sweep))
-    table = _table(
+    table = number_table(
         "The sweep: bytes per parameter at rest / at the peak, activations left out",
         "N", *names,
         caption="Each of these numbers, and what was sent, was compared with its prediction as an integer.",
@@ -174,7 +165,7 @@ def _sweep(results: Results) -> Table:
 
 
 def _artefacts(results: Results) -> Table:
-    table = _table("What changes when a rule is broken on purpose", "rule", "found")
+    table = number_table("What changes when a rule is broken on purpose", "rule", "found")
     table.columns[1].justify = "left"
     found = results.artefacts
     if gather := found.whole_model_gather:

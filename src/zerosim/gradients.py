@@ -58,7 +58,7 @@ class Gradients:
         all_reduce: bool,
     ) -> None:
         self._shard, self._buckets, self._comm, self._ranks = shard, buckets, comm, ranks
-        self._micro_batches, self._each, self._all_reduce = micro_batches, each, all_reduce
+        self._each, self._all_reduce = each, all_reduce
         self._scale = 1 / (comm.ring.size * micro_batches)
         # Backward comes to the layers in reverse, so the first to use a group is the last to write its gradients.
         self._completes = {group: layer for layer in reversed(layers) for group in layer.groups}

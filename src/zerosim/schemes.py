@@ -153,7 +153,7 @@ class Scheme:
         preflight.instance_of("Scheme", "optimizer", optimizer, Adam | SGD | None)
         ranks = int(ranks)  # NumPy's integers overflow
         self.stage, self.name, self.model = stage, stage.name, model
-        self.precision, self.gather, self.accumulate = PRECISIONS[precision], gather, int(accumulate)
+        self.precision, self.accumulate = PRECISIONS[precision], int(accumulate)
         if not (self.precision.everywhere or stage.params):
             raise ValueError(
                 f"Scheme(precision): under {precision!r} the 16-bit copy exists only while it is gathered, and "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zerosim.bands import PRECISIONS, WIRES, Band
 from zerosim.corroboration.records import Corroboration, Flow, RankRecord, Run
+from zerosim.tables import number_table
 
 SHOWN_FAILURES = 20
 METERS = {"process": "/proc/self/io", "sockets": "the TCP sockets"}
@@ -36,27 +36,17 @@ def show(found: Corroboration, out: Path, console: Console | None = None) -> Non
     _verdicts(found, runs, out, console)
 
 
-def _table(title: str, left: int, *columns: str, caption: str = "") -> Table:
-    """A table whose first ``left`` columns are text."""
-    table = Table(
-        title=title, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
-        collapse_padding=True, pad_edge=False,
-    )  # fmt: skip
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index >= left else "left", no_wrap=index < left)
-    return table
-
-
 def _marked(text: str, wrong: bool) -> str:
     return f"[red]{text}[/]" if wrong else text
 
 
 def _bits(found: Corroboration, runs: Sequence[Run]) -> Table:
     precisions = found.settings.precisions
-    table = _table(
+    table = number_table(
         "Elements whose bits differ from the simulator's, and the last loss",
-        2, "scheme", "collectives", "compared", *precisions, *(f"loss, {precision}" for precision in precisions),
+        "scheme", "collectives", "compared", *precisions, *(f"loss, {precision}" for precision in precisions),
         caption="Compared are params, master, exp_avg and exp_avg_sq, padding too, on every rank after every step.",
+        left=2, tight=True,
     )  # fmt: skip
     by_precision = {(run.scheme, run.collectives, run.precision): run for run in runs}
     for scheme, collectives in dict.fromkeys((run.scheme, run.collectives) for run in runs):
@@ -98,11 +88,11 @@ def _traffic(
     caption: str,
 ) -> Table:  # fmt: skip
     """One way of the traffic; precisions whose numbers are the same share a row."""
-    table = _table(
+    table = number_table(
         title,
-        3, "scheme", "collectives", "precision", "simulated", "handed", "in P", "moved", "in P", "framing", "kernel",
+        "scheme", "collectives", "precision", "simulated", "handed", "in P", "moved", "in P", "framing", "kernel",
         *(f"rest,\n{SHORT[meter]}" for meter in meters),
-        caption=caption,
+        caption=caption, left=3, tight=True,
     )  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
@@ -146,11 +136,12 @@ def _memory(found: Corroboration, runs: Sequence[Run]) -> list[Table]:
     tables = []
     for precision in found.settings.precisions:
         here = [run for run in runs if run.precision == precision]
-        table = _table(
+        table = number_table(
             f"Bytes that a rank holds, {precision}",
-            1, "at the peak", *(f"{run.scheme.replace(' ', chr(10))}\n{run.collectives}" for run in here),
+            "at the peak", *(f"{run.scheme.replace(' ', chr(10))}\n{run.collectives}" for run in here),
             caption="As the ranks counted them; red if one's are not the simulator's. Process: largest resident set, "
             "Python and torch included.",
+            tight=True,
         )  # fmt: skip
         for band in (str(band) for band in Band if any(str(band) in run.peak for run in here)):
             table.add_row(band, *(_held([rank.peak for rank in run.ranks], run.peak, band) for run in here))
@@ -172,11 +163,12 @@ def _at_rest(run: Run) -> str:
 
 
 def _times(runs: Sequence[Run]) -> Table:
-    table = _table(
+    table = number_table(
         "Milliseconds of a step on the rank that took longest",
-        3, "scheme", "collectives", "precision", "min", "median", "max", "compute", "communication", "steps",
+        "scheme", "collectives", "precision", "min", "median", "max", "compute", "communication", "steps",
         caption="Over the steps of a run; compute and communication are medians. Waiting for a slower rank is\n"
         "communication, and where ranks outnumber processors, so is waiting for a processor.",
+        left=3, tight=True,
     )  # fmt: skip
     for run in runs:
         totals = sorted(each.total for each in run.times)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,6 +13,7 @@ from zerosim import sizes
 from zerosim.bands import Band
 from zerosim.planner import answers
 from zerosim.planner.records import Cell, Cluster, Estimate, Network, Plan, Question, Rung
+from zerosim.tables import number_table
 
 WIDTH = 118  # where there is no terminal to ask
 UNITS_LISTED = 7
@@ -49,15 +49,6 @@ def show(plan: Plan, console: Console | None = None, *, estimates: bool = False)
     console.print()
     for line in answers.lines(plan):
         console.print(line)
-
-
-def _table(title: str, *columns: str, caption: str = "") -> Table:
-    table = Table(
-        title=title, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
-    return table
 
 
 def _heading(plan: Plan) -> Iterator[str]:
@@ -96,7 +87,7 @@ def _heading(plan: Plan) -> Iterator[str]:
 
 def _overview(plan: Plan) -> Table:
     question = plan.question
-    table = _table(
+    table = number_table(
         "Per GPU: at rest, at the peak of a step, and sent in a step",
         "N", "stage", "at rest", "peak", "room", "the peak is in", "mostly", "sent",
     )  # fmt: skip
@@ -137,7 +128,7 @@ def _cluster(cluster: Cluster, network: Network) -> str:
 
 def _times(plan: Plan, ranks: int) -> Table:
     cluster = plan.cluster
-    table = _table(
+    table = number_table(
         f"The least time of a step over rings, a bound and no forecast, N = {ranks:,}",
         "stage", "computing", "sending", "without overlap", "with overlap", "bound by",
         caption=_cluster(cluster, plan.question.network) if cluster else "",
@@ -175,7 +166,9 @@ def _seconds(value: float) -> str:
 
 def _bands(plan: Plan, ranks: int) -> Table:
     cells = plan.at(ranks)
-    table = _table(f"At the peak by band (at rest in brackets), N = {ranks:,}", "band", *(cell.name for cell in cells))
+    table = number_table(
+        f"At the peak by band (at rest in brackets), N = {ranks:,}", "band", *(cell.name for cell in cells)
+    )
     question = plan.question
     for band in Band:
         if any(band in cell.peak.by_band or band in cell.resident for cell in cells):
@@ -193,7 +186,7 @@ def _bands(plan: Plan, ranks: int) -> Table:
 
 def _traffic(plan: Plan, ranks: int) -> Table:
     cells = plan.at(ranks)
-    table = _table(f"Sent by each GPU in a step, N = {ranks:,}", "collective", *(cell.name for cell in cells))
+    table = number_table(f"Sent by each GPU in a step, N = {ranks:,}", "collective", *(cell.name for cell in cells))
     keys = dict.fromkeys((moved.collective, moved.band) for cell in cells for moved in cell.traffic)
     for collective, band in sorted(keys, key=lambda key: (COLLECTIVES.index(key[0]), key[1])):
         sent = [
@@ -210,7 +203,7 @@ def _traffic(plan: Plan, ranks: int) -> Table:
 def _ladder(plan: Plan) -> Table:
     assert plan.ladder is not None
     question = plan.question
-    table = _table(
+    table = number_table(
         f"The ladder: the largest {plan.ladder.family} that fits on N such cards",
         "N", "stage", "parameters", "model", "peak", "mostly",
         caption=plan.ladder.about,
@@ -258,7 +251,7 @@ def _estimates(plan: Plan, ranks: int, console: Console) -> None:
     """The formulas by stage, and below them the reasons, each once."""
     cells = plan.at(ranks)
     here = [each for each in plan.estimates if each.ranks == ranks]
-    table = _table(
+    table = number_table(
         f"What well-known estimators say of the same question, N = {ranks:,}", "", *(cell.name for cell in cells),
         caption="P parameters, N ranks, L those of the largest module, U of the largest unit. Below a formula that is "
         f"more than a thousandth off our ledger at rest, the band that differs most. {_granted(plan)}",

@@ -1,0 +1,17 @@
+"""How a table looks in a terminal, the same in every command. Knows nothing of what is in it."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+
+def number_table(title: str, *columns: str, left: int = 1, caption: str = "", tight: bool = False) -> Table:
+    """A table whose first ``left`` columns are text and whose others are numbers; ``tight`` is for many columns."""
+    made = Table(
+        title=title, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
+        collapse_padding=tight, pad_edge=not tight,
+    )  # fmt: skip
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index >= left else "left", no_wrap=index < left)
+    return made
