@@ -36,7 +36,7 @@ from floor import LR
 from line import THREADS, Side, SideFailed, environment, on_cpu
 from rivals import FLOOR, ROSTER, ZEROSIM
 from write_tables import BUSY, HERE, NAMES, tables, write_page
-from zerosim.files import write_whole
+from zerosim.records.files import write_whole
 
 TURN = 0.1  # seconds at least: the first step of a turn finds another side's data in the cache
 SAME = 1e-4  # of a loss: what another order of summation, and of rounding, may change

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from zerosim.files import write_whole
-from zerosim.labels import INK, headline, legend, styled
-from zerosim.palette import SCHEMES
+from zerosim.records.files import write_whole
+from zerosim.report.colors import SCHEMES
+from zerosim.report.figure_style import INK, headline, legend, styled
 
 CASES = {"mission": "32 ranks of 33,088 parameters", "large": "32 ranks of 6.3 million parameters"}
 

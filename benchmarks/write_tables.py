@@ -10,7 +10,7 @@ from typing import Any
 
 from chart import draw
 from rivals import FLOOR, ROSTER, ZEROSIM
-from zerosim.files import write_whole
+from zerosim.records.files import write_whole
 
 HERE = Path(__file__).parent
 CHART = "steps.png"

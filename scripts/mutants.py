@@ -41,7 +41,7 @@ PACKAGE = Path("src/zerosim")
 TESTS: dict[str, tuple[str, ...]] = {
     "comm": ("comm", "mutants", "options", "traffic", "schemes", "memory"),
     "ranks": ("ranks", "mutants", "schemes", "options", "memory"),
-    "measure": ("measure", "mutants", "schemes", "options", "memory", "traffic"),
+    "ledger": ("ledger", "mutants", "schemes", "options", "memory", "traffic"),
     "theory": ("theory", "mutants", "memory", "traffic"),
     "optimizer": ("optimizer", "mutants", "options", "schemes"),
     "schemes": ("schemes", "mutants", "options", "memory", "traffic", "preflight", "properties"),
@@ -49,7 +49,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "gradients": ("options", "mutants", "schemes", "memory", "traffic", "properties"),
     "parameters": ("options", "mutants", "schemes", "memory", "traffic", "properties"),
 }
-MODULES = ["comm", "ranks", "measure", "theory", "optimizer", "schemes"]  # unless others are named
+MODULES = ["comm", "ranks", "ledger", "theory", "optimizer", "schemes"]  # unless others are named
 QUIETLY = ["-x", "-q", "-pno:cacheprovider", "-pno:xdist", "-Wignore::pytest.PytestAssertRewriteWarning"]
 TIMEOUT = 900  # seconds for the tests without a change; with one they may take five times as long as without
 MEMORY = 8 << 30  # bytes of address space

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from readme_views import Lab, Planned, Real, Scheme
-from zerosim import sizes
-from zerosim.planner import answers
-from zerosim.results import SweepRow
+from zerosim.records.results import SweepRow
+from zerosim.report import plan_answers as answers
 from zerosim.schemes import SCHEMES
+from zerosim.util import sizes
 
 NAMES = [stage.name for stage in SCHEMES]
 

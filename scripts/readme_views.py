@@ -8,13 +8,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from zerosim import sizes, theory
+from zerosim import theory
 from zerosim.bands import WIRES, Band
-from zerosim.corroboration.meter import HEADER
-from zerosim.corroboration.records import Corroboration, Run
-from zerosim.measure import EventKind
-from zerosim.planner.records import Cell, Plan
-from zerosim.results import Death, Results, SchemeRecord, StepRecord, SweepRow
+from zerosim.ledger import EventKind
+from zerosim.real_ranks.meter import HEADER
+from zerosim.records.plan import Cell, Plan
+from zerosim.records.real_ranks import Corroboration, Run
+from zerosim.records.results import Death, Results, SchemeRecord, StepRecord, SweepRow
+from zerosim.util import sizes
 
 FRAME = 3 * HEADER  # bytes that gloo adds to a message
 

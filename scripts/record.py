@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from zerosim import results
-from zerosim.corroboration import records as corroborate_records
-from zerosim.corroboration.records import Corroboration
-from zerosim.files import ResultsError, write_whole
-from zerosim.planner import records as plan_records
-from zerosim.planner.records import Plan
-from zerosim.results import Results
+from zerosim.records import plan as plan_records
+from zerosim.records import real_ranks as corroborate_records
+from zerosim.records import results
+from zerosim.records.files import ResultsError, write_whole
+from zerosim.records.plan import Plan
+from zerosim.records.real_ranks import Corroboration
+from zerosim.records.results import Results
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recorded"

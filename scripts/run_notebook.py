@@ -13,7 +13,7 @@ from typing import Any
 import nbclient
 import nbformat
 
-from zerosim.files import write_whole
+from zerosim.records.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebook.ipynb"

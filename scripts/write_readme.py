@@ -26,13 +26,14 @@ from matplotlib.figure import Figure
 import readme_tables
 import record
 from readme_views import FRAME, Lab, Planned, Real
-from zerosim import plots, sizes
 from zerosim.bands import FP16
-from zerosim.corroboration.records import Corroboration
-from zerosim.files import write_whole
-from zerosim.planner.records import Plan
-from zerosim.preflight import size
-from zerosim.results import Death, Results
+from zerosim.options import size
+from zerosim.records.files import write_whole
+from zerosim.records.plan import Plan
+from zerosim.records.real_ranks import Corroboration
+from zerosim.records.results import Death, Results
+from zerosim.report import plots
+from zerosim.util import sizes
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "README.md.j2"

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerosim.dry import DryRing, Shapes
-from zerosim.measure import Phase
+from zerosim.ledger import Phase
 from zerosim.model import MLP
 from zerosim.planner.bound import Computed, Limit, Operation, Sent, bound, operations
 from zerosim.planner.cards import CARDS, Card, card
 from zerosim.schemes import SCHEMES, Scheme
+from zerosim.worlds.dry import DryRing, Shapes
 
 # Powers of two, so that seconds are exact: 8 FLOP/s, 4 B/s within a node of two cards, 2 B/s between nodes.
 TOY = Card("toy", 1, {"fp32": 8}, within=4, between=2, node=2, hop_within=0.25, hop_between=8, source="made up")

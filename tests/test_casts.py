@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerosim import casts
 from zerosim.bands import Array
-from zerosim.casts import convert
+from zerosim.util import casts
+from zerosim.util.casts import convert
 
 DType = np.dtype[Any]
 Layout = Callable[[tuple[int, ...], DType], tuple[Array, Array]]

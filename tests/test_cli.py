@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from zerosim import cli, results
 from zerosim.bands import Band
+from zerosim.cli import main as cli
+from zerosim.records import results
 from zerosim.schemes import Scheme
 
 SMALL = ["lab", "--ranks", "3", "--steps", "2", "--batch", "2"]

@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerosim.comm import Comm, LocalRing, Ring
-from zerosim.measure import EventKind, Ledger, Phase, Traffic
+from zerosim.comm import Comm, Ring
+from zerosim.ledger import EventKind, Ledger, Phase, Traffic
+from zerosim.worlds.local import LocalRing
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 WORLDS = (1, 2, 3, 4, 5, 7, 12, 32, 33)

@@ -10,11 +10,11 @@ import pytest
 
 from zerosim.bands import FP32, MODEL_STATES, PRECISIONS, Band
 from zerosim.buckets import PADDINGS
-from zerosim.dry import DryRing, Shapes
 from zerosim.model import MLP
 from zerosim.planner.conventions import CONVENTIONS, DEEPSPEED_BUCKET, Convention, convention
 from zerosim.planner.estimators import ESTIMATORS, Facts, estimates
 from zerosim.schemes import SCHEMES, Scheme
+from zerosim.worlds.dry import DryRing, Shapes
 
 # Two layers of 7 x 5 + 5 = 40 and 5 x 3 + 3 = 18 parameters on four ranks: 18 is no multiple of 4.
 N = 4

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from zerosim.bands import Band
-from zerosim.corroboration import agreed
-from zerosim.corroboration import lead as corroborate
-from zerosim.corroboration import records as corroborate_records
-from zerosim.corroboration.launch import Group, Nursery
-from zerosim.corroboration.meter import HEADER
-from zerosim.corroboration.records import COLLECTIVES, EXTRA_HOP, Corroboration, Fault, Flow, RankRecord, Run, Settings
-from zerosim.files import ResultsError
+from zerosim.real_ranks import corroborate
+from zerosim.real_ranks import setup as agreed
+from zerosim.real_ranks.launch import Group, Nursery
+from zerosim.real_ranks.meter import HEADER
+from zerosim.records import real_ranks as corroborate_records
+from zerosim.records.files import ResultsError
+from zerosim.records.real_ranks import COLLECTIVES, EXTRA_HOP, Corroboration, Fault, Flow, RankRecord, Run, Settings
 from zerosim.schemes import SCHEMES
 
 pytestmark = pytest.mark.skipif(

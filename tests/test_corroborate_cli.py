@@ -15,16 +15,16 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from zerosim.corroboration import cli as cli_corroborate
-from zerosim.corroboration import lead as corroborate
-from zerosim.corroboration import records as corroborate_records
-from zerosim.corroboration.launch import Nursery
+from zerosim.cli import corroborate as cli_corroborate
+from zerosim.real_ranks import corroborate
+from zerosim.real_ranks.launch import Nursery
+from zerosim.records import real_ranks as corroborate_records
 
 torch_needed = pytest.mark.skipif(
     find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
 )
 
-COMMAND = "from zerosim.corroboration.cli import corroborate; corroborate()"
+COMMAND = "from zerosim.cli.corroborate import corroborate; corroborate()"
 SLACK = 20.0  # seconds for a machine with other things to do
 
 

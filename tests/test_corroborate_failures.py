@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 import zerosim
-from zerosim.corroboration import agreed, rendezvous
-from zerosim.corroboration import lead as corroborate
-from zerosim.corroboration.hub import Hub, RankFailure
-from zerosim.corroboration.launch import Group, Nursery, NurseryError, loopback
-from zerosim.corroboration.line import Arrived, Bye, Hello, Job, Line, Trouble
-from zerosim.corroboration.records import Corroboration, Fault, Settings
+from zerosim.real_ranks import corroborate, rendezvous
+from zerosim.real_ranks import setup as agreed
+from zerosim.real_ranks.coordinator import Hub, RankFailure
+from zerosim.real_ranks.launch import Group, Nursery, NurseryError, loopback
+from zerosim.real_ranks.messages import Arrived, Bye, Hello, Job, Line, Trouble
+from zerosim.records.real_ranks import Corroboration, Fault, Settings
 
 torch_needed = pytest.mark.skipif(
     find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
@@ -149,7 +149,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """A command that is killed outright cannot tidy up; its ranks end, even a stopped one, and their folder goes."""
     code = (
         "import sys, signal\n"
-        "from zerosim.corroboration.launch import Group, Nursery\n"
+        "from zerosim.real_ranks.launch import Group, Nursery\n"
         "group = Group(Nursery(), 2)\n"
         "print(group.nursery.pid, *group.pids, group.scratch, flush=True)\n"
         "signal.pause()\n"

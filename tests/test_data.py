@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from zerosim.data import DATA, batches
+from zerosim.lab.data import DATA, batches
 
 WIDTHS = {"noise": (5, 3), "digits": (64, 64)}
 

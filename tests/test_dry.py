@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import zerosim
 from zerosim.bands import PRECISIONS, WIRES, Band
-from zerosim.dry import DryArray, DryRing, Shapes
-from zerosim.measure import Phase
+from zerosim.ledger import Phase
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.ranks import OutOfMemory
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO1, ZeRO2, ZeRO3
+from zerosim.worlds.dry import DryArray, DryRing, Shapes
 
 Options = dict[str, Any]
 SOURCE = Path(zerosim.__file__).parent

@@ -18,8 +18,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from zerosim import lab
-from zerosim.results import Artefacts, Failure, Settings
+from zerosim.lab import suite as lab
+from zerosim.records.results import Artefacts, Failure, Settings
 from zerosim.schemes import SCHEMES
 
 FAULTS = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())["fault"]
@@ -47,10 +47,10 @@ def nothing_else_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def function(where: str) -> Callable[..., Any]:
-    """The function that the package's source has at ``module.name`` or ``module.class.name``, undecorated."""
-    module, *names = where.split(".")
+    """The function that the package's source has at ``module:name`` or ``module:class.name``, undecorated."""
+    module, _, qualified = where.partition(":")
     found: Any = __import__(f"zerosim.{module}", fromlist=["*"])
-    for name in names:
+    for name in qualified.split("."):
         found = inspect.getattr_static(found, name)
     if isinstance(found, property):
         found = found.fget
@@ -77,7 +77,7 @@ def edited(where: str, edits: Sequence[tuple[str, str]]) -> CodeType:
 def plant(monkeypatch: pytest.MonkeyPatch, edits: Sequence[tuple[str, str, str]]) -> None:
     """Give the functions other code, so that everything that refers to them, however it came by them, runs it."""
     for where in dict.fromkeys(where for where, _, _ in edits):
-        module = __import__(f"zerosim.{where.partition('.')[0]}", fromlist=["*"])
+        module = __import__(f"zerosim.{where.partition(':')[0]}", fromlist=["*"])
         monkeypatch.setattr(module, "LEFT", None, raising=False)  # where a fault may leave something
         code = edited(where, [(old, new) for place, old, new in edits if place == where])
         monkeypatch.setattr(function(where), "__code__", code)

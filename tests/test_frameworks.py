@@ -9,14 +9,12 @@ import pytest
 from rich.console import Console
 
 from zerosim.bands import Array
-from zerosim.corroboration.meter import HEADER
-from zerosim.corroboration.records import Settings
-from zerosim.frameworks import beside as frameworks
-from zerosim.frameworks import console as frameworks_console
-from zerosim.frameworks import ring as frameworks_ring
-from zerosim.frameworks.judge import Judge
-from zerosim.frameworks.log import MARK, Log
-from zerosim.frameworks.records import (
+from zerosim.frameworks import gloo as frameworks_ring
+from zerosim.frameworks import run as frameworks
+from zerosim.frameworks.comparison import Judge
+from zerosim.frameworks.profiler_log import MARK, Log
+from zerosim.real_ranks.meter import HEADER
+from zerosim.records.frameworks import (
     ALL_GATHER,
     ALL_REDUCE,
     BEFORE,
@@ -37,6 +35,8 @@ from zerosim.frameworks.records import (
     Row,
     Seen,
 )
+from zerosim.records.real_ranks import Settings
+from zerosim.report import frameworks_console
 
 WIDE, PRIME = [64, 128, 128, 64], [7, 11, 13, 5]
 P = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64

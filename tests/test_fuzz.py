@@ -20,13 +20,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import Phase as Part
 from hypothesis import strategies as st
 
-from zerosim import cli, lab, plots, results, soundness
 from zerosim.bands import PRECISIONS, Band
-from zerosim.corroboration import cli as corroboration
-from zerosim.files import ResultsError
-from zerosim.measure import Phase
-from zerosim.planner import cli as planner
-from zerosim.results import Results, Settings
+from zerosim.cli import corroborate as corroboration
+from zerosim.cli import main as cli
+from zerosim.cli import plan as planner
+from zerosim.lab import suite as lab
+from zerosim.ledger import Phase
+from zerosim.records import consistency as soundness
+from zerosim.records import results
+from zerosim.records.files import ResultsError
+from zerosim.records.results import Results, Settings
+from zerosim.report import plots
 
 WHOLE_PAGE = {"results.json", "report.html", "trace.json"}
 examples = settings(

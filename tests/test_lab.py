@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerosim import checks, comm, lab, theory
+from zerosim import comm, theory
 from zerosim.bands import Band
-from zerosim.experiment import Run
-from zerosim.measure import Traffic
+from zerosim.checks import compare as checks
+from zerosim.lab import suite as lab
+from zerosim.lab.experiment import Run
+from zerosim.ledger import Traffic
 from zerosim.model import MLP
 from zerosim.ranks import Ranks
-from zerosim.results import Results, Settings
+from zerosim.records.results import Results, Settings
 from zerosim.schemes import SCHEMES, Scheme
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zerosim.bands import Band
-from zerosim.measure import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
+from zerosim.ledger import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Stage
 

@@ -11,11 +11,11 @@ import pytest
 
 from zerosim import theory
 from zerosim.bands import MODEL_STATES, Band
-from zerosim.comm import LocalRing
-from zerosim.measure import Report
+from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO1, ZeRO2, ZeRO3
+from zerosim.worlds.local import LocalRing
 
 DEFAULT, SMALL, TINY = (64, 128, 128, 64), (7, 5, 3), (5, 3, 2)  # layer widths
 LAYERS = (7 * 5 + 5, 5 * 3 + 3)  # the parameters of SMALL, layer by layer

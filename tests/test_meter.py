@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zerosim.corroboration import meter
-from zerosim.corroboration.line import Arrived, Line
-from zerosim.corroboration.meter import HEADER, MAX_SEGMENT, Counters, Kernel, Moved, Op
+from zerosim.real_ranks import meter
+from zerosim.real_ranks.messages import Arrived, Line
+from zerosim.real_ranks.meter import HEADER, MAX_SEGMENT, Counters, Kernel, Moved, Op
 
 counted = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this platform has no /proc/self/io")
 

@@ -15,15 +15,18 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from zerosim.bands import Array, Band  # noqa: E402
-from zerosim.dry import DryRing  # noqa: E402
 from zerosim.layers import Role  # noqa: E402
-from zerosim.measure import Phase, Report  # noqa: E402
-from zerosim.modules import demo, run, trace, watch  # noqa: E402
-from zerosim.modules.model import TorchModel, cross_entropy, measure  # noqa: E402
-from zerosim.modules.units import partition  # noqa: E402
+from zerosim.ledger import Phase, Report  # noqa: E402
 from zerosim.optimizer import Adam  # noqa: E402
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2, ZeRO3  # noqa: E402
-from zerosim.shapes import ModelShapes, ShapeModel, Tensor, UnitShapes  # noqa: E402
+from zerosim.torch_models import demo  # noqa: E402
+from zerosim.torch_models import intercept as trace  # noqa: E402
+from zerosim.torch_models import meta_run as run  # noqa: E402
+from zerosim.torch_models import op_counters as watch  # noqa: E402
+from zerosim.torch_models.model import TorchModel, cross_entropy, measure  # noqa: E402
+from zerosim.torch_models.units import partition  # noqa: E402
+from zerosim.worlds.dry import DryRing  # noqa: E402
+from zerosim.worlds.shapes import ModelShapes, ShapeModel, Tensor, UnitShapes  # noqa: E402
 
 ROWS, LENGTH, WIDTH, HEADS, VOCABULARY = 3, 5, 14, 2, 256
 Batch = list[tuple[Array, Array]]

@@ -11,12 +11,13 @@ import pytest
 
 from zerosim import theory
 from zerosim.bands import FP16, FP32, PRECISIONS, Band
-from zerosim.comm import Comm, LocalRing
-from zerosim.measure import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
+from zerosim.comm import Comm
+from zerosim.ledger import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.ranks import Ranks, Workspace
 from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.worlds.local import LocalRing
 
 # -- comm
 

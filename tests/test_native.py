@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerosim.bands import Band
-from zerosim.comm import Comm, LocalRing
-from zerosim.corroboration.meter import MAX_SEGMENT, segments
-from zerosim.measure import Ledger
+from zerosim.comm import Comm
+from zerosim.ledger import Ledger
 from zerosim.model import MLP
-from zerosim.native import LocalCollectives, Native, aligned
 from zerosim.ranks import Ranks, Workspace
+from zerosim.real_ranks.meter import MAX_SEGMENT, segments
 from zerosim.schemes import SCHEMES, Stage
+from zerosim.worlds.local import LocalRing
+from zerosim.worlds.native import LocalCollectives, Native, aligned
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = [

@@ -11,10 +11,10 @@ import pytest
 from zerosim.bands import FP32, PRECISIONS, Array, Band, DType
 from zerosim.buckets import PADDINGS
 from zerosim.layers import Checkpointed, Group, Layer, Role, Workspace
-from zerosim.measure import EventKind, Phase
+from zerosim.ledger import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import SGD
-from zerosim.preflight import check_batch
+from zerosim.options import check_batch
 from zerosim.ranks import OutOfMemory
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 

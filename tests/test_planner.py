@@ -6,16 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from zerosim import sizes
 from zerosim.bands import MODEL_STATES, Band
-from zerosim.data import batches
-from zerosim.dry import DryRing, Shapes
+from zerosim.lab.data import batches
 from zerosim.model import MLP
-from zerosim.planner import answers, chart, console, ladder, models, plan, question, records, search
-from zerosim.planner.records import Plan, Question
+from zerosim.planner import ladder, models, plan, question, search
 from zerosim.planner.runs import Ran, Runner
 from zerosim.ranks import OutOfMemory
+from zerosim.records import plan as records
+from zerosim.records.plan import Plan, Question
+from zerosim.report import plan_answers as answers
+from zerosim.report import plan_chart as chart
+from zerosim.report import plan_console as console
 from zerosim.schemes import SCHEMES, Scheme
+from zerosim.util import sizes
+from zerosim.worlds.dry import DryRing, Shapes
 
 WIDTHS = [67, 131, 127, 61]
 TEXT = ",".join(map(str, WIDTHS))

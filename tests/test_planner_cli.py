@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from zerosim import sizes
-from zerosim.cli import main
-from zerosim.planner import cli, plan, question, records
+from zerosim.cli import plan as cli
+from zerosim.cli.main import main
+from zerosim.planner import plan, question
+from zerosim.records import plan as records
+from zerosim.util import sizes
 
 MODEL = "67,131,127,61"
 PARAMS = 67 * 131 + 131 + 131 * 127 + 127 + 127 * 61 + 61

@@ -14,10 +14,11 @@ pytest.importorskip("torch")
 from click.testing import CliRunner
 
 from zerosim.bands import BF16, FP16
-from zerosim.planner import cli, configs, models, plan, question
-from zerosim.planner.records import Question
+from zerosim.cli import plan as cli
+from zerosim.planner import configs, models, plan, question
 from zerosim.planner.runs import Runner
 from zerosim.planner.sources import Load
+from zerosim.records.plan import Question
 
 CONFIGS = Path(__file__).parent / "configs"
 needs_transformers = pytest.mark.skipif(

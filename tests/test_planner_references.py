@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from zerosim.bands import BF16, FP32, MODEL_STATES, Array, Band
-from zerosim.dry import DryArray, DryRing
 from zerosim.layers import Flat, Group, Layer, Role, Workspace
-from zerosim.measure import EventKind, Phase, Report
+from zerosim.ledger import EventKind, Phase, Report
 from zerosim.planner.bound import Limit, bound, operations
 from zerosim.planner.cards import CARDS
 from zerosim.planner.conventions import CONVENTIONS
@@ -22,6 +21,7 @@ from zerosim.planner.models import read
 from zerosim.planner.sources import Load, Ready
 from zerosim.ranks import OutOfMemory
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.worlds.dry import DryArray, DryRing
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 

@@ -30,9 +30,12 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from msgspec.structs import replace
 
-from zerosim import lab, palette, plots, results
 from zerosim.bands import MODEL_STATES, Band
-from zerosim.results import Results, Settings
+from zerosim.lab import suite as lab
+from zerosim.records import results
+from zerosim.records.results import Results, Settings
+from zerosim.report import colors as palette
+from zerosim.report import plots
 from zerosim.schemes import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

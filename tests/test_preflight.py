@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from zerosim import preflight
+from zerosim import options as preflight
 from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band
 from zerosim.model import MLP
 from zerosim.optimizer import SGD

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerosim import checks
 from zerosim.bands import MODEL_STATES, PRECISIONS, WIRES, Band
 from zerosim.buckets import PADDINGS
-from zerosim.dry import DryRing, Shapes
-from zerosim.experiment import Run, batches_of, model_of
+from zerosim.checks import compare as checks
 from zerosim.gradients import SYNCS
-from zerosim.measure import Report
+from zerosim.lab.experiment import Run, batches_of, model_of
+from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
-from zerosim.results import Failure, Settings
+from zerosim.records.results import Failure, Settings
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.worlds.dry import DryRing, Shapes
 
 EVERYWHERE = [name for name, row in PRECISIONS.items() if row.everywhere]
 Options = dict[str, Any]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerosim.bands import FP32, PRECISIONS, WIRES, Band
-from zerosim.measure import Ledger, Phase
+from zerosim.ledger import Ledger, Phase
 from zerosim.ranks import OutOfMemory, Rank, Ranks, Workspace
 
 

@@ -21,11 +21,13 @@ from PIL import Image
 import record
 import write_readme
 from readme_views import Real
-from zerosim import cli, lab, plots
-from zerosim.corroboration import agreed
-from zerosim.native import LocalCollectives
-from zerosim.planner import records as plan_records
-from zerosim.results import Results
+from zerosim.cli import main as cli
+from zerosim.lab import suite as lab
+from zerosim.real_ranks import setup as agreed
+from zerosim.records import plan as plan_records
+from zerosim.records.results import Results
+from zerosim.report import plots
+from zerosim.worlds.native import LocalCollectives
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,9 +23,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from zerosim import lab, palette, report, results
 from zerosim.bands import MODEL_STATES, Band
-from zerosim.results import EventRecord, Failure, Results, SchemeRecord, Settings
+from zerosim.lab import suite as lab
+from zerosim.records import results
+from zerosim.records.results import EventRecord, Failure, Results, SchemeRecord, Settings
+from zerosim.report import colors as palette
+from zerosim.report import page as report
 from zerosim.schemes import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

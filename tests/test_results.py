@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from zerosim import lab, results
-from zerosim.files import ResultsError, write_whole
-from zerosim.results import Settings
+from zerosim.lab import suite as lab
+from zerosim.records import results
+from zerosim.records.files import ResultsError, write_whole
+from zerosim.records.results import Settings
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -81,7 +82,7 @@ def _edited(edit: Any) -> Any:
         (lambda _: b"[" * 100_000, "not a whole record"),
         (lambda _: b"\xff\xfe\x00", "not a whole record"),
         (lambda _: b"{}", "its schema is None"),
-        (_edited(lambda record: record.update(schema="zerosim.lab/0")), "its schema is 'zerosim.lab/0'"),
+        (_edited(lambda record: record.update(schema="zerosim.lab.suite/0")), "its schema is 'zerosim.lab.suite/0'"),
         (_edited(lambda record: record.pop("sweep")), "sweep"),
         (_edited(lambda record: record["settings"].update(ranks="three")), r"\$\.settings\.ranks"),
         (_edited(lambda record: record["settings"].update(unknown=1)), "unknown"),

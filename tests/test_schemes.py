@@ -8,12 +8,12 @@ import pytest
 
 from zerosim.bands import MODEL_STATES, Array, Band, DType
 from zerosim.buckets import Bucket
-from zerosim.comm import LocalRing
-from zerosim.measure import Phase
+from zerosim.ledger import Phase
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
 from zerosim.ranks import OutOfMemory, Rank
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.worlds.local import LocalRing
 
 WIDTHS = (5, 7, 3)
 SIZES = [5 * 7 + 7, 7 * 3 + 3]

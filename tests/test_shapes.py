@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 
 from zerosim.bands import Band
-from zerosim.dry import DryRing
 from zerosim.layers import Role
-from zerosim.measure import EventKind, Phase
+from zerosim.ledger import EventKind, Phase
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2, ZeRO3
-from zerosim.shapes import GroupShapes, ModelShapes, ShapeModel, Tensor, UnitShapes
+from zerosim.worlds.dry import DryRing
+from zerosim.worlds.shapes import GroupShapes, ModelShapes, ShapeModel, Tensor, UnitShapes
 
 ROWS, WIDTH, KEPT = 3, 5, 7  # of a micro-batch, of every output, of what a unit keeps besides
 Y = Tensor((ROWS, WIDTH), "float32")
@@ -238,7 +238,7 @@ def test_it_is_plain_data() -> None:
 
 def test_torch_is_not_loaded() -> None:
     """Shapes need no torch: a planner that is given sizes alone loads none."""
-    code = "import sys, zerosim.shapes; sys.exit('torch' in sys.modules)"
+    code = "import sys, zerosim.worlds.shapes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from zerosim.bands import Band
-from zerosim.comm import Comm, LocalRing, Ring
-from zerosim.corroboration import meter
-from zerosim.corroboration.hub import Hub
-from zerosim.corroboration.launch import Group, Nursery
-from zerosim.corroboration.line import Arrived, Board, Bye, Go, Job, Line
-from zerosim.corroboration.records import Settings
-from zerosim.measure import Ledger
-from zerosim.native import LocalCollectives, Native
+from zerosim.comm import Comm, Ring
+from zerosim.ledger import Ledger
 from zerosim.ranks import Ranks, Workspace
+from zerosim.real_ranks import meter
+from zerosim.real_ranks.coordinator import Hub
+from zerosim.real_ranks.launch import Group, Nursery
+from zerosim.real_ranks.messages import Arrived, Board, Bye, Go, Job, Line
+from zerosim.records.real_ranks import Settings
+from zerosim.worlds.local import LocalRing
+from zerosim.worlds.native import LocalCollectives, Native
 
 pytestmark = pytest.mark.skipif(
     find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
@@ -91,7 +92,7 @@ def collect(case: Case, on: Comm, buffer: Any) -> Any:
 
 def exercise(line: Line, board: Board, rank: int) -> None:
     """A rank's part: all cases, each between two fences; what was seen goes back as JSON."""
-    from zerosim import torch_ring
+    from zerosim.worlds import torch_ring
 
     job = line.receive()
     assert isinstance(job, Job)

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from zerosim import lab, trace
 from zerosim.bands import MODEL_STATES
-from zerosim.results import Results, SchemeRecord, Settings
+from zerosim.lab import suite as lab
+from zerosim.records.results import Results, SchemeRecord, Settings
+from zerosim.report import trace
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

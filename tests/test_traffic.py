@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zerosim import theory
-from zerosim.measure import Report
+from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Scheme
 

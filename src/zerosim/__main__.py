@@ -1,5 +1,5 @@
 """``python -m zerosim`` is the command line."""
 
-from zerosim.cli import main
+from zerosim.cli.main import main
 
 main(prog_name="zerosim")

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import Array, Band
-from zerosim.casts import convert
 from zerosim.layers import Chain, Group, Layer, Model, Role
 from zerosim.ranks import Ranks
+from zerosim.util.casts import convert
 
 COPIES = (Band.PARAMS, Band.MASTER)  # states that start as the parameters; the rest start at zero
 

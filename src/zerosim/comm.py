@@ -27,8 +27,8 @@ import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
-from zerosim.casts import convert
-from zerosim.measure import Counts, Ledger, Traffic
+from zerosim.ledger import Counts, Ledger, Traffic
+from zerosim.util.casts import convert
 
 _REGISTER = 65_536  # elements, of all ranks here together, that are cast before they are added
 
@@ -81,39 +81,6 @@ class Ring(Protocol):
         """For each rank r its chunk (r + hop) mod N of ``buffer`` [R, N*C], as views [rows, C]
         with the rows of a block in flight that they belong to."""
         ...
-
-
-class LocalRing:
-    """All N ranks in one process: R = N, and a hop moves no bytes but says whose they are now.
-
-    Row c of a block in flight is chunk c, wherever it is. After t hops it is at rank c-t, so
-    what it meets there lies on a diagonal of [rank, chunk]: two strided views, no copy.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = n = size
-        self.ids = range(n)
-        # Rows rank*N + chunk of the table for each hop t: ranks 0 .. N-t-1 meet chunks t .. N-1,
-        # and ranks N-t .. N-1 chunks 0 .. t-1; each beside the rows of the block that they are.
-        self._diagonals = [
-            [
-                (slice(t, n), slice(t, t + (n - t - 1) * (n + 1) + 1, n + 1)),
-                *([(slice(0, t), slice((n - t) * n, None, n + 1))] if t else []),
-            ]
-            for t in range(n)
-        ]
-
-    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        return np.empty(shape, dtype)
-
-    def shift(self, block: Shaped[Array, "R C"], spare: Shaped[Array, "R C"]) -> Shaped[Array, "R C"]:
-        arrived = block.view()
-        arrived.setflags(write=False)  # in half the time of arrived.flags.writeable
-        return arrived
-
-    def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
-        table = buffer.reshape(self.size**2, -1)  # a view, as buffers are contiguous
-        return [(rows, table[diagonal]) for rows, diagonal in self._diagonals[hop % self.size]]
 
 
 class Comm:

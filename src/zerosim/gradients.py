@@ -18,10 +18,10 @@ from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, Band
 from zerosim.buckets import Bucket
-from zerosim.casts import convert
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer
 from zerosim.ranks import Ranks
+from zerosim.util.casts import convert
 
 SYNCS = ("each", "end")
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from zerosim import preflight
+from zerosim import options as preflight
 from zerosim.bands import FP32, Array
-from zerosim.casts import convert
 from zerosim.layers import Chain, Group, Workspace
+from zerosim.util.casts import convert
 
 _REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from zerosim.bands import Array, Band, DType
-from zerosim.measure import Ledger
+from zerosim.ledger import Ledger
 
 MANIFOLD = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
 

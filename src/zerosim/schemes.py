@@ -1,86 +1,34 @@
-"""The four schemes and the one training step that reads them.
+"""The one training step, which reads a row of ``stages.py``.
 
 Owns the schedule: what is gathered, computed, released, reduced and updated, and when. It is
 written once, over arrays whose first axis is the ranks of this process, and never asks in
 which world it runs: the ring that it is handed decides that.
-
-A scheme is a row of a table (``Stage``): which of the optimizer state, the gradients and the
-parameters the ranks share out (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from zerosim import preflight
+from zerosim import options as preflight
 from zerosim.bands import FP32, MODEL_STATES, PRECISIONS, WIRES, Array, Band, Precision
 from zerosim.buckets import PADDINGS, Bucket, build, distinct, split
-from zerosim.casts import convert
-from zerosim.comm import Comm, LocalRing, Ring
+from zerosim.comm import Comm, Ring
 from zerosim.gradients import SYNCS, Gradients
 from zerosim.layers import Checkpointed, Group, Model, Role
-from zerosim.measure import Ledger, Phase, Report
+from zerosim.ledger import Ledger, Phase, Report
 from zerosim.optimizer import SGD, Adam
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
+from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.util.casts import convert
+from zerosim.worlds.local import LocalRing
 
+__all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
 LASTING = (*MODEL_STATES, Band.BUFFERS, Band.BUCKET)  # what outlives a step
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A row of the table: its name and what is sharded. Calling it starts a training run, a ``Scheme``."""
-
-    name: str
-    optimizer: bool = False
-    grads: bool = False
-    params: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.grads and not self.optimizer) or (self.params and not self.grads):
-            raise ValueError(
-                f"Stage {self.name!r}: a rank that lacks the gradients of a parameter cannot update it, and one "
-                f"that lacks the parameter has no use for its full gradients; shard optimizer, grads, params in "
-                f"this order."
-            )
-
-    def __call__(self, model: Model, ranks: int, **options: Any) -> Scheme:
-        return Scheme(self, model, ranks, **options)
-
-    def shards(self, band: Band) -> bool:
-        """Whether a rank holds only its chunk of this model state."""
-        if band is Band.PARAMS:
-            return self.params
-        return self.grads if band is Band.GRADS else self.optimizer
-
-    def footprint(
-        self, sizes: Sequence[int], ranks: int, precision: Precision, moments: Sequence[Band] = Adam.states
-    ) -> int:
-        """Bytes that one of ``ranks`` ranks will need for buckets of these sizes, activations and ring left out.
-
-        For deciding whether to start at all: the model states, and the largest bucket's whole
-        parameters and gradients where they exist only for a while.
-        """
-        dtypes = precision.dtypes(wire=FP32)
-        chunks = [-(-size // ranks) for size in sizes]
-        states = sum(
-            dtypes[band].itemsize * chunk * (1 if self.shards(band) else ranks)
-            for chunk in chunks
-            for band in (*precision.states, *moments)
-        )
-        return states + (self.params + self.grads) * precision.working.itemsize * max(chunks) * ranks
-
-
-DP = Stage("data parallel")
-ZeRO1 = Stage("ZeRO-1", optimizer=True)
-ZeRO2 = Stage("ZeRO-2", optimizer=True, grads=True)
-ZeRO3 = Stage("ZeRO-3", optimizer=True, grads=True, params=True)
-SCHEMES = (DP, ZeRO1, ZeRO2, ZeRO3)
 
 
 def _check_memory(
@@ -361,3 +309,6 @@ class Scheme:
     def bytes_comm_per_rank(self) -> int:
         """Bytes sent so far by the busiest rank of this process."""
         return max(self.ledger.sent())
+
+
+Stage.train = Scheme

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from zerosim.frameworks.records import GRADS, MASTER, PARAMS, Family, Task
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
+from zerosim.records.frameworks import GRADS, MASTER, PARAMS, Family, Task
 
 Tensor = Any
 

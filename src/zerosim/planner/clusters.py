@@ -11,8 +11,8 @@ from typing import Any
 from zerosim.bands import WIRES, DType
 from zerosim.planner.bound import bound, operations
 from zerosim.planner.cards import Card, card
-from zerosim.planner.records import Cluster, Question, Time
 from zerosim.planner.runs import Ran
+from zerosim.records.plan import Cluster, Question, Time
 
 ASSUMED = "H100"  # where no card is named
 EFFICIENCY = 0.5  # of the peak, where none is stated: what good training code reaches on dense models

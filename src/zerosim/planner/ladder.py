@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from zerosim.planner import search
-from zerosim.planner.records import Ladder, Plan, Question, Rung
 from zerosim.planner.runs import Ran, Runner
 from zerosim.planner.sources import Perceptron, Source
+from zerosim.records.plan import Ladder, Plan, Question, Rung
 from zerosim.schemes import SCHEMES
 
 MOST = 1024  # the largest member of a family that is tried

@@ -21,7 +21,9 @@ from zerosim.planner import clusters, search
 from zerosim.planner.cards import Card
 from zerosim.planner.estimators import Facts, estimates
 from zerosim.planner.question import beyond
-from zerosim.planner.records import (
+from zerosim.planner.runs import Ran, Runner
+from zerosim.planner.sources import Source, too_large
+from zerosim.records.plan import (
     SCHEMA,
     Cell,
     Cluster,
@@ -36,8 +38,6 @@ from zerosim.planner.records import (
     Smallest,
     Unit,
 )
-from zerosim.planner.runs import Ran, Runner
-from zerosim.planner.sources import Source, too_large
 from zerosim.schemes import SCHEMES
 
 MOST_RANKS = 4096  # a smallest N is searched for up to here

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from zerosim import sizes
 from zerosim.bands import PRECISIONS, WIRES, DType
-from zerosim.planner.records import Question
+from zerosim.records.plan import Question
+from zerosim.util import sizes
 
 MOST_RANKS = 65_536
 MOST_ROWS = 2**31

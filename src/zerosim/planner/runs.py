@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerosim.bands import PRECISIONS, Band, DType
-from zerosim.dry import DryRing
-from zerosim.measure import EventKind, Report
+from zerosim.ledger import EventKind, Report
 from zerosim.optimizer import SGD, Adam
 from zerosim.planner.conventions import Convention, convention
-from zerosim.planner.records import Instant, Moved, Question, Shortage
 from zerosim.planner.sources import Load, Ready, Source
 from zerosim.ranks import OutOfMemory
+from zerosim.records.plan import Instant, Moved, Question, Shortage
 from zerosim.schemes import DP, SCHEMES, Scheme
+from zerosim.worlds.dry import DryRing
 
 UNITS_NAMED = 5  # with an instant
 OPTIMIZERS = {"adam": Adam(), "sgd": SGD(momentum=0.0), "momentum": SGD(momentum=0.9)}

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from zerosim.bands import DType
-from zerosim.dry import Shapes
 from zerosim.layers import Model
 from zerosim.model import MLP
+from zerosim.worlds.dry import Shapes
 
 MOST_PARAMETERS = 10**15  # a thousand trillion; what is counted of it stays below 2**63
 

@@ -14,9 +14,9 @@ import torch
 
 from zerosim.bands import FP32
 from zerosim.model import MLP
-from zerosim.modules.measure import cross_entropy, measure
 from zerosim.planner.sources import Load, Perceptron, Ready, Source, too_large
-from zerosim.shapes import ShapeModel
+from zerosim.torch_models.profile import cross_entropy, measure
+from zerosim.worlds.shapes import ShapeModel
 
 SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many
 KEYS = {

@@ -1,0 +1,231 @@
+"""The two checks: are the schemes alike bit for bit, and is what was measured what ZeRO predicts.
+
+Owns the comparisons, and names what does not hold: scheme, step, rank, quantity and both
+values. Reads runs and predictions; changes neither.
+
+Check one compares every scheme with data parallel (``compare``), and with training that was
+written a second time (``beside``), so that what all of them get wrong alike is found too. Check
+two compares every count with its closed form (``audit``); the log, from which the timeline is
+drawn, must add up to the same. What neither can see in a world as obliging as one process,
+``strict`` looks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from zerosim import theory
+from zerosim.bands import MODEL_STATES, Array, Band
+from zerosim.checks.reference import Reference
+from zerosim.ledger import Event, EventKind, Report
+from zerosim.records.results import Death, Difference, Failure
+from zerosim.schemes import Scheme
+
+ALIKE, AS_PREDICTED = "check one", "check two"
+PLAIN = ", against plain training"
+RESIDENT, PEAK = "bytes of {} at rest", "bytes of {} at the peak"
+PEAK_WITHOUT = "bytes of {} at the peak without activations"
+RECOUNTED = "bytes of {} counted from the arrays"
+SENT, RECEIVED = "bytes of {} sent by {}", "bytes of {} received by {}"
+PADDING_HELD, PADDING_SENT = "bytes of padding held", "bytes of padding sent"
+FLOPS, MESSAGES = "FLOPs of the {}", "messages of {}"
+LOGGED_END, LOGGED_PEAK, LOGGED_SENT = "bytes held at the end", "bytes held at the highest", "bytes sent by {}"
+LOGGED, STEP = "{}, by the log", "number of the step"
+COMPARED = tuple(band for band in MODEL_STATES if band is not Band.GRADS)  # of those each rank may keep its own
+
+
+def bits(array: Array) -> Array:
+    """The array's raw bits as unsigned integers, so that -0.0 is not 0.0 and a NaN is itself."""
+    return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def whole_states(scheme: Scheme) -> dict[Band, list[Array]]:
+    """Every compared state as one padded vector per bucket, copies: the first rank's, or all ranks' shards."""
+    return {
+        band: [
+            (state[0] if state.shape[1] == bucket.padded else state.reshape(-1)).copy()
+            for bucket in scheme.buckets
+            for state in [bucket.states[band]]
+        ]
+        for band in scheme.states
+        if band in COMPARED
+    }
+
+
+def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) -> tuple[Difference, list[Failure]]:
+    """Check one after a step: what every rank of ``scheme`` holds against ``reference``, from ``whole_states``.
+
+    Compared are the raw bits, padding included. A failure is reported for each rank and
+    bucket, with the first element that differs.
+    """
+    differing: dict[str, int] = {}
+    largest: dict[str, float] = {}
+    failures: list[Failure] = []
+    for band, wholes in reference.items():
+        differing[band], largest[band] = 0, 0.0
+        for bucket, whole in zip(scheme.buckets, wholes, strict=True):
+            mine = bucket.states[band]
+            theirs = np.broadcast_to(whole, mine.shape) if mine.shape[1] == len(whole) else whole.reshape(mine.shape)
+            unequal = bits(mine) != bits(theirs)
+            if not unequal.any():
+                continue
+            differing[band] += int(np.count_nonzero(unequal))
+            distance = np.abs(mine[unequal].astype(np.float64) - theirs[unequal].astype(np.float64))
+            largest[band] = float(np.maximum(largest[band], distance.max()))  # a NaN stays
+            failures += _unlike(scheme, step, f"{band} of {bucket.name}, element {{}}", mine, theirs)
+    return Difference(scheme=scheme.name, step=step, differing=differing, largest=largest), failures
+
+
+def _unlike(scheme: Scheme, step: int, quantity: str, mine: Array, theirs: Array) -> list[Failure]:
+    """A failure for each rank that has other bits [R, n], with the first element that differs."""
+    unequal = bits(mine) != bits(theirs)
+    found = []
+    for row in np.flatnonzero(unequal.any(axis=1)).tolist():
+        at = int(np.argmax(unequal[row]))
+        found.append(
+            Failure(
+                check=ALIKE, scheme=scheme.name, ranks=scheme.ring.size, step=step, rank=scheme.ring.ids[row],
+                quantity=quantity.format(at),
+                measured=repr(float(mine[row, at])), expected=repr(float(theirs[row, at])),
+            )
+        )  # fmt: skip
+    return found
+
+
+def beside(scheme: Scheme, reference: Reference, step: int, how: str = PLAIN) -> list[Failure]:
+    """Check one against training written a second time: every state and the loss, after as many steps.
+
+    What all schemes get wrong alike is found here. Of gradients that are reduced but kept
+    whole, the chunk that a rank owns is compared: elsewhere it has its own, not the average.
+    """
+    failures = same_losses({"": reference.loss, scheme.name: scheme.reports[-1].loss}, scheme.ring.size, step, how)
+    for band in (band for band in scheme.states if band in reference.states):
+        for bucket, theirs in zip(scheme.buckets, reference.states[band], strict=True):
+            mine = bucket.states[band]
+            if band is Band.GRADS and scheme.shard.optimizer and not scheme.shard.grads:
+                own = np.arange(scheme.ring.size)
+                mine = mine.reshape(len(own), len(own), -1)[own, own]
+            same = mine.shape[1] == theirs.shape[1]
+            expected = np.broadcast_to(theirs, mine.shape) if same else theirs[0].reshape(mine.shape)
+            failures += _unlike(scheme, step, f"{band} of {bucket.name}, element {{}}{how}", mine, expected)
+    return failures
+
+
+def same_losses(losses: Mapping[str, float], ranks: int, step: int, how: str = "") -> list[Failure]:
+    """Check one for the losses of a step: every scheme's is that of the first, to the last bit."""
+    expected = next(iter(losses.values()), None)
+    return [
+        Failure(
+            check=ALIKE, scheme=name, ranks=ranks, step=step, rank=-1,
+            quantity=f"loss{how}", measured=repr(loss), expected=repr(expected),
+        )
+        for name, loss in losses.items()
+        if np.float64(loss).tobytes() != np.float64(expected).tobytes()
+    ]  # fmt: skip
+
+
+def survival(scheme: str, ranks: int, death: Death | None, predicted: bool) -> list[Failure]:
+    """Check two for a card of limited memory: the run ends if, and only if, the predicted peak does not fit."""
+    if (death is None) == predicted:
+        return []
+    return [
+        Failure(
+            check=AS_PREDICTED, scheme=scheme, ranks=ranks, step=death.step if death else 0,
+            rank=death.rank if death else -1, quantity="survival on the card",
+            measured=f"out of memory at {death.band} of {death.unit}" if death else "survives",
+            expected="survives" if predicted else "out of memory",
+        )
+    ]  # fmt: skip
+
+
+Count = dict[tuple[int, str], int]  # by rank (-1: every rank) and quantity
+
+
+def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
+    """Check two of one step: every number of ``report`` against the closed form, as integers, on every rank."""
+    measured = _measured(scheme, report)
+    expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): len(scheme.reports)}
+    return [
+        Failure(
+            check=AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],
+            quantity=key[1], measured=f"{measured.get(key, 0):,}", expected=f"{expected.get(key, 0):,}",
+        )
+        for key in dict.fromkeys([*expected, *measured])
+        if measured.get(key, 0) != expected.get(key, 0)
+    ]  # fmt: skip
+
+
+def _measured(scheme: Scheme, report: Report) -> Count:
+    count: Count = {(-1, STEP): report.step}
+    for what, bands in (
+        (RESIDENT, report.resident),
+        (PEAK, report.peak.by_band),
+        (PEAK_WITHOUT, report.peak_without_activations.by_band),
+    ):
+        count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
+    count |= {(-1, FLOPS.format(phase)): flops for phase, flops in report.flops.items()}
+    for (collective, _), moved in report.traffic.items():
+        key = (-1, MESSAGES.format(collective))
+        count[key] = count.get(key, 0) + moved.messages
+    count |= {(-1, LOGGED.format(what)): total for what, total in _logged(report.events).items()}
+    for row, rank in enumerate(scheme.ring.ids):
+        count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in scheme.ranks[row].held().items()}
+        for (collective, band), traffic in report.traffic.items():
+            count[rank, SENT.format(band, collective)] = int(traffic.sent[row])
+            count[rank, RECEIVED.format(band, collective)] = int(traffic.received[row])
+        count[rank, PADDING_HELD] = report.padding[row]
+        count[rank, PADDING_SENT] = sum(int(traffic.padding[row]) for traffic in report.traffic.values())
+    return count
+
+
+def _logged(events: Sequence[Event]) -> Counter[str]:
+    """What the entries of a step's log come to."""
+    total: Counter[str] = Counter()
+    for event in events:
+        if event.kind is EventKind.SEND:
+            total[LOGGED_SENT.format(event.name)] += event.nbytes
+            total[MESSAGES.format(event.name)] += event.amount
+        elif event.kind is EventKind.COMPUTE:
+            total[FLOPS.format(event.name)] += event.amount
+    total[LOGGED_END] = events[-1].held
+    total[LOGGED_PEAK] = max(event.held for event in events)
+    return total
+
+
+def _loggable(job: theory.Job) -> dict[str, int]:
+    """What they must come to."""
+    return {
+        **{FLOPS.format(phase): flops for phase, flops in theory.flops(job).items()},
+        **{MESSAGES.format(collective): sent for collective, sent in theory.messages(job).items()},
+        **{LOGGED_SENT.format(collective): sum(bands.values()) for collective, bands in theory.traffic(job).items()},
+        LOGGED_END: sum(theory.resident(job).values()),
+        LOGGED_PEAK: sum(theory.peak(job).values()),
+    }
+
+
+@lru_cache(maxsize=32)  # every step of a run is predicted alike
+def _predicted(job: theory.Job, ids: tuple[int, ...]) -> Count:
+    count: Count = {}
+    resident = theory.resident(job)
+    for what, bands in (
+        (RESIDENT, resident),
+        (PEAK, theory.peak(job)),
+        (PEAK_WITHOUT, theory.peak_without_activations(job)),
+    ):
+        count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
+    count |= {(-1, FLOPS.format(phase)): flops for phase, flops in theory.flops(job).items()}
+    count |= {(-1, MESSAGES.format(collective)): sent for collective, sent in theory.messages(job).items()}
+    count |= {(-1, LOGGED.format(what)): total for what, total in _loggable(job).items()}
+    padding, padding_sent, traffic = theory.padding(job), theory.padding_sent(job), theory.traffic(job)
+    for rank in ids:
+        count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in resident.items()}
+        for collective, bands in traffic.items():
+            for band, nbytes in bands.items():
+                count[rank, SENT.format(band, collective)] = nbytes
+                count[rank, RECEIVED.format(band, collective)] = nbytes
+        count[rank, PADDING_HELD], count[rank, PADDING_SENT] = padding[rank], padding_sent[rank]
+    return count

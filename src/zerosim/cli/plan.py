@@ -1,0 +1,285 @@
+"""``zerosim plan``: parse, call, print.
+
+Exit codes: 0 the plan was made; 2 what was asked for cannot be planned; 130 interrupted. Heavy
+imports wait until it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zerosim.bands import PRECISIONS, WIRES
+from zerosim.cli.errors import Refused, errors_for_people, printing
+from zerosim.util import sizes
+
+if TYPE_CHECKING:
+    from zerosim.records.plan import Plan, Question
+
+FAMILIES = ("mlp", "gpt", "llama")
+CHARTS = (".png", ".svg", ".html")
+
+
+class Rate(click.ParamType[int]):
+    """A number of bytes per second with its unit, as in 450GB/s."""
+
+    name = "rate"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            rate = value.strip().removesuffix("/s")
+            if rate.endswith("b"):  # networks are sold in bits, and an eighth of what was meant is no bound
+                raise ValueError(f"{value!r} may mean bits, of which a byte has eight. Give bytes, as in 50GB/s.")
+            return sizes.parse(rate)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@click.argument("model", metavar="MODEL")
+@click.option(
+    "--gpus", multiple=True, required=True, metavar="N",
+    help="Ranks: a number, 4,8,16, or 2-64 (powers of two). A single one is shown among the powers of two around it.",
+)  # fmt: skip
+@click.option(
+    "--memory", default=None, metavar="SIZE",
+    help="Memory of one card, with its unit: 80GB is 80e9 bytes, 80GiB 80 × 2^30.",
+)  # fmt: skip
+@click.option("--card", default=None, metavar="NAME", help="A common card: its memory and speeds, as in H100.")
+@click.option(
+    "--stage", "stages", type=click.IntRange(0, 3), multiple=True,
+    help="0 data parallel, 1, 2, 3; may be repeated.  [default: all that the convention has]",
+)  # fmt: skip
+@click.option(
+    "--convention", default=None, metavar="NAME",
+    help="Whose bands and rules: zero (the paper), deepspeed, fsdp2 or megatron. Shows other estimators beside.  "
+    "[default: zero]",
+)  # fmt: skip
+@click.option(
+    "--precision",
+    type=click.Choice(list(PRECISIONS)),
+    default=None,
+    help="Recipe of bands.  [default: the convention's]",
+)
+@click.option(
+    "--wire", type=click.Choice(list(WIRES)), default=None, help="What travels as.  [default: the convention's]"
+)
+@click.option(
+    "--wire-params",
+    type=click.Choice(list(WIRES)),
+    default=None,
+    help="What parameters travel as, if as something else.",
+)
+@click.option(
+    "--micro-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows per rank at a time."
+)
+@click.option(
+    "--seq", type=click.IntRange(min=1), default=None, help="Tokens in a row.  [default: the model's, up to 2048]"
+)
+@click.option(
+    "--checkpoint", type=click.Choice(["none", "full", "selective"]), default="none", show_default=True,
+    help="Activation checkpointing: full recomputes every unit; selective all but the matrix products.",
+)  # fmt: skip
+@click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Micro-batches in a step.")
+@click.option(
+    "--sync", type=click.Choice(["each", "end"]), default=None,
+    help="Reduce gradients after each micro-batch or at the end.  [default: each where they are sharded]",
+)  # fmt: skip
+@click.option(
+    "--bucket", default=None, metavar="SIZE",
+    help="What is gathered and reduced at a time: layer, model, or units up to a SIZE of gradients, as in 500MB.",
+)  # fmt: skip
+@click.option("--prefetch", type=click.IntRange(min=0), default=None, help="Units that ZeRO-3 gathers ahead.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adam", "sgd", "momentum"]),
+    default="adam",
+    show_default=True,
+    help="What is kept.",
+)
+@click.option(
+    "--efficiency", type=click.FloatRange(0, 1, min_open=True), default=None,
+    help="For the time's bound: the part of the peak that is reached.  [default: 0.5]",
+)  # fmt: skip
+@click.option("--peak", type=click.FloatRange(0, min_open=True), default=None, help="Peak of a card, in TFLOP/s.")
+@click.option(
+    "--bandwidth", type=Rate(), default=None, metavar="RATE", help="Of a card within its node, one way, as in 450GB/s."
+)
+@click.option(
+    "--node-bandwidth", type=Rate(), default=None, metavar="RATE", help="Of a whole node to the others, one way."
+)
+@click.option("--latency", type=click.FloatRange(0, min_open=True), default=None, help="Of a hop within a node, in µs.")
+@click.option(
+    "--node-latency", type=click.FloatRange(0, min_open=True), default=None, help="Of a hop between nodes, in µs."
+)
+@click.option("--node-size", type=click.IntRange(min=1), default=None, help="Cards in a node.")
+@click.option(
+    "--ladder", type=click.Choice(FAMILIES), default=None,
+    help="Also find the largest model of this family that each stage holds on N such cards.",
+)  # fmt: skip
+@click.option(
+    "--json", "json_to", default=None, metavar="FILE",
+    help="Write the plan as JSON to FILE; with - print it instead of the tables.",
+)  # fmt: skip
+@click.option(
+    "--chart", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
+    help="Draw the peaks by band to FILE: .png, .svg or .html.",
+)  # fmt: skip
+def plan(model: str, json_to: str | None, chart: Path | None, convention: str | None, **options: Any) -> None:
+    """Say what training MODEL takes on N GPUs, before they are rented.
+
+    MODEL is a list of layer sizes (4096,16384,4096), a Hugging Face config.json or its folder (extra
+    "plan"), or a Python path, package.module:factory, whose code is then run (extra "torch").
+
+    Runs the training step itself, on shapes instead of numbers, for every stage and N, and reads its
+    ledger: what a GPU holds at rest and at the peak, by band, when and for which unit; what it sends;
+    whether a card holds that. Searches for the smallest N, the lowest stage and the largest
+    micro-batch that fit by running again with the card's capacity.
+    """
+    with errors_for_people():
+        question = _question(model, convention or "zero", **options)
+        targets = _targets(json_to, chart)
+        found = _run(question)
+        contents = {path: make(found) for path, make in targets.items()}
+        _write(contents)
+    with printing():
+        if json_to == "-":
+            from zerosim.records.plan import encode
+
+            click.echo(encode(found), nl=False)
+        else:
+            from zerosim.report import plan_console as console
+
+            console.show(found, estimates=convention is not None)
+            for path in targets:
+                click.echo(f"written to {path}")
+
+
+def _question(
+    model: str, convention: str, *, gpus: tuple[str, ...], stages: tuple[int, ...], memory: str | None,
+    card: str | None, seq: int | None, bucket: str | None, efficiency: float | None, peak: float | None,
+    bandwidth: int | None, node_bandwidth: int | None, latency: float | None, node_latency: float | None,
+    node_size: int | None, **options: Any,
+) -> Question:  # fmt: skip
+    """What was typed as a question. ValueError, with what would work, if it is none."""
+    from zerosim.planner import cards, conventions, question
+    from zerosim.records.plan import Network, Question
+
+    rules = conventions.convention(convention)
+    asked = question.gpus(gpus)
+    preset = cards.card(card) if card is not None else None
+    nbytes = preset.memory if preset is not None else None
+    if memory is not None:
+        nbytes = _memory(memory)
+    if options["ladder"] and nbytes is None:
+        raise ValueError("plan(ladder): what a card holds is needed, as in --memory 80GB or --card H100.")
+    return question.check(
+        Question(
+            model=model,
+            asked=asked,
+            gpus=question.around(asked[0]) if len(asked) == 1 else asked,
+            stages=sorted(set(stages)) or question.stages(rules.stages, options["precision"] or rules.precision),
+            convention=convention,
+            memory=nbytes,
+            card=None if preset is None else preset.name,
+            binary=memory is not None and "i" in memory.lower(),
+            sequence=seq,
+            bucket=None if bucket is None else question.bucket(bucket, options["precision"] or rules.precision),
+            network=Network(
+                efficiency=efficiency,
+                peak=None if peak is None else peak * 1e12,
+                within=bandwidth,
+                between=node_bandwidth,
+                hop_within=None if latency is None else latency * 1e-6,
+                hop_between=None if node_latency is None else node_latency * 1e-6,
+                node=node_size,
+            ),
+            **options,
+        )
+    )
+
+
+def _memory(text: str) -> int:
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise ValueError(f"plan(memory): {error}") from error
+
+
+def _targets(json_to: str | None, chart: Path | None) -> dict[Path, Callable[[Plan], bytes]]:
+    """The files that were asked for, and how each is made. Refused, before anything is run, if one can't be written."""
+    from zerosim.records import plan as records
+
+    found: dict[Path, Callable[[Plan], bytes]] = {}
+    if json_to is not None and json_to != "-":
+        found[Path(json_to)] = records.encode
+    if chart is not None:
+        if chart.suffix.lower() not in CHARTS:
+            raise ValueError(f"plan(chart): the file's name ends in {', '.join(CHARTS)}; got {str(chart)!r}.")
+        from zerosim.report import plan_chart as charts
+
+        found[chart] = lambda plan: charts.drawn(plan, chart.suffix.lower()[1:])
+    if json_to is not None and chart is not None and Path(json_to).resolve() == chart.resolve():
+        raise ValueError(f"plan(FILE): {chart} is named for the plan and for its chart. Name another file for one.")
+    for path in found:
+        folder = path.resolve().parent
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            reason = "is a folder" if path.is_dir() else f"cannot be written to {folder}"
+            raise ValueError(f"plan(FILE): {path} {reason}. Name another file.")
+        if path.exists() and not path.is_file():  # a file would take the place of the device or the pipe
+            raise ValueError(f"plan(FILE): {path} is no file. Name another, or print the plan with --json -.")
+    return found
+
+
+def _write(contents: dict[Path, bytes]) -> None:
+    from zerosim.records.files import write_whole
+
+    for path, content in contents.items():
+        try:
+            write_whole(path.resolve(), content)  # of a link, what it leads to
+        except OSError as error:
+            raise Refused(f"plan(FILE): {path} cannot be written: {error.strerror}. Name another file.") from error
+
+
+def _run(question: Question) -> Plan:
+    """The plan, with a progress bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from zerosim.planner import ladder, models
+    from zerosim.planner import plan as plans
+
+    columns = TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    # Standard output is the plan's: what a model's own code prints goes with the progress.
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        bar = progress.add_task("reading the model", total=plans.work(question) + ladder.work(question))
+
+        def advance(doing: str) -> None:
+            progress.update(bar, advance=1, description=doing)
+
+        with _importable():
+            source = models.read(question.model)
+        found = plans.make(source, question, advance)
+        return ladder.added(found, advance) if question.ladder else found
+
+
+@contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    """A Python path may be a file of the folder that one is in, as for ``python -m``."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(Path.cwd()))

@@ -1,0 +1,185 @@
+"""One rank of a real framework in training, watched.
+
+Owns what is read of it: tensors, the profiler's log, the kernel's counters. Must not know what is
+expected. What is held is walked: the storages of the real tensors, each once, DTensors by their
+local part. What else is allocated, and when, ``log`` reads from the profiler, which
+starts before the model is built. The batch is NumPy's memory and no allocation of torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.autograd.profiler as autograd
+from torch.distributed.tensor import DTensor
+
+from zerosim.bands import BF16, Array
+from zerosim.frameworks.profiler_log import MARK, STEP, UPDATE, Log, Storages
+from zerosim.frameworks.training import BUILD, Tensor, Training, loss_of, network, tensors
+from zerosim.lab.data import batches
+from zerosim.real_ranks import meter
+from zerosim.real_ranks.messages import Arrived, Board, Job, Line, Trouble
+from zerosim.records.frameworks import HAVE_EVIDENCE, JOB, SEEN, SETTLED, STATE, Evidence, Family, Seen, Task
+from zerosim.worlds import torch_ring
+
+EVIDENCE_STEPS = 3  # the first, in which DDP's buckets are in another order, and two more
+
+
+def serve(line: Line, board: Board, rank: int) -> None:
+    """Do the job that lies beside the ranks' store, and leave beside it what was seen.
+
+    Tells of every point at which the ranks wait for each other: before and after each step, when
+    all have read their counters, and at the end.
+    """
+    given = line.receive()
+    assert isinstance(given, Job)
+    folder, pulse = Path(given.store).parent, board.slot(rank)
+
+    def fence() -> None:
+        pulse.leave()
+        line.send(Arrived())
+        line.receive()
+
+    try:
+        task: Task = pickle.loads((folder / JOB).read_bytes())
+        store = torch_ring.file_store(Path(given.store), given.world)
+        with torch_ring.process_group("gloo", store, rank, given.world, given.timeout, rank):
+            seen = _watched(task, rank, fence)
+            # A second training, for it takes a second model, which must not be there while memory is measured.
+            if task.row.family in HAVE_EVIDENCE:
+                seen = seen._replace(evidence=_evidence(task, rank))
+            (folder / SEEN.format(rank)).write_bytes(pickle.dumps(seen))
+            fence()
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            line.send(Trouble(text=f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _watched(task: Task, rank: int, fence: Callable[[], None]) -> Seen:
+    """Train, and read the log and the kernel's counters."""
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler would write to standard error, and the kernel count it
+    counted: list[meter.Counters] = []
+    walked: list[tuple[dict[str, Storages], dict[str, Storages]]] = []
+    # Not torch.profiler's: that loads a compiler, for seconds.
+    with autograd.profile(profile_memory=True, record_shapes=True) as profiler:
+        training = BUILD[task.row.family](task)
+        kernel = meter.Kernel(meter.tcp_sockets())
+        for x, y in _rows(task, rank, task.steps):
+            before = kernel.read()
+            fence()
+            with _marked(STEP):
+                with _marked("forward"):
+                    loss = training.forward(x, y)
+                with _marked("backward"):
+                    training.backward(loss)
+                    del loss
+                held = _walk(training)
+                with _marked(UPDATE):
+                    training.update()
+            fence()
+            counted.append(kernel.read().since(before))
+            _let_go()
+            walked.append((held, _walk(training)))
+        fence()  # or who is ahead would send something else before all have read what this step came to
+        kernel.close()
+        kept = {address for storages in walked[-1][1].values() for address in storages}
+    log = Log(profiler.kineto_results.experimental_event_tree(), kept)
+    begin, end = log.marks[STEP][SETTLED]
+    held, rest = walked[SETTLED]
+    return Seen(
+        held=log.held(log.marks[UPDATE][SETTLED][0], held),
+        rest=log.held(end, rest),
+        peak=log.peak(begin, end),
+        strays=log.strays(begin),
+        counted=counted,
+        unmeasured=kernel.unmeasured,
+        asked=log.asked(begin, end),
+        params=[_array(tensor) for tensor in training.params()],
+        evidence=[],
+    )
+
+
+def _let_go() -> None:
+    """Wait a second at most until no other thread runs: gloo's have then let go of whatever they were given."""
+    until = time.monotonic() + 1
+    while _others_running() and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def _others_running() -> bool:
+    """Whether a thread of this process but this one is running or could be. False where there is no /proc."""
+    with contextlib.suppress(OSError):
+        for thread in set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}:
+            state = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "R":
+                return True
+    return False
+
+
+def _evidence(task: Task, rank: int) -> list[Evidence]:
+    """Train again, and keep the gradients beside those that a copy of the network has from the rank's rows alone."""
+    training = BUILD[task.row.family](task)
+    twin = network(task)
+    found: list[Evidence] = []
+    for x, y in _rows(task, rank, EVIDENCE_STEPS):
+        for copy, param in zip(twin.parameters(), training.params(), strict=True):
+            copy.data = param.clone()
+        if task.row.family is Family.FSDP and task.row.precision == "bf16":
+            twin.to(torch.bfloat16)
+            x = x.to(torch.bfloat16)
+        twin.zero_grad()
+        loss_of(twin(x), y).backward()
+        training.backward(training.forward(x, y))
+        averaged = [_array(_local(param.grad)) for param in training.net.parameters()]
+        found.append(Evidence([_array(param.grad) for param in twin.parameters()], averaged, []))
+        training.update()
+    return [each._replace(groups=training.groups(step)) for step, each in enumerate(found)]
+
+
+def _rows(task: Task, rank: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of the batches, on NumPy's memory."""
+    for batch in batches("noise", task.ranks, steps, task.batch, (task.widths[0], task.widths[-1]), task.seed):
+        x, y = batch[rank]
+        yield torch.from_numpy(x), torch.from_numpy(y)
+
+
+def _walk(training: Training) -> dict[str, Storages]:
+    """Address and bytes of every storage of each band, each storage once."""
+    taken: set[int] = set()
+    found: dict[str, Storages] = {}
+    for band, held in (training.bands() | {STATE: tensors(training.adam.state)}).items():
+        storages = [_local(tensor).untyped_storage() for tensor in held if tensor is not None]
+        found[band] = {s.data_ptr(): s.nbytes() for s in storages if s.nbytes() and s.data_ptr() not in taken}
+        taken |= found[band].keys()
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A DTensor's own part, any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _array(tensor: Tensor) -> Array:
+    """A copy for NumPy, bfloat16 as ml_dtypes has it."""
+    flat = tensor.detach().cpu().contiguous()
+    if flat.dtype == torch.bfloat16:
+        bits: Array = flat.view(torch.int16).numpy().view(BF16)
+        return bits.copy()
+    return np.array(flat.numpy())
+
+
+@contextmanager
+def _marked(name: str) -> Iterator[None]:
+    """Leave a mark in the profiler's log, from here to the block's end."""
+    with autograd.record_function(MARK + name):
+        yield

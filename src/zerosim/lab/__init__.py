@@ -1,0 +1,1 @@
+"""The lab: schemes trained side by side and checked, on every N."""

@@ -1,0 +1,214 @@
+"""One scheme in the lab: built from settings, trained, audited, and turned into records.
+
+Owns the way from ``Settings`` to a run and from a run to its record. Must not know which
+runs there are, nor the order in which they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from zerosim import theory
+from zerosim.checks import compare as checks
+from zerosim.checks import sanitizer as strict
+from zerosim.checks.reference import Reference
+from zerosim.lab.data import Pair, batches
+from zerosim.ledger import Peak, Report
+from zerosim.model import MLP
+from zerosim.ranks import OutOfMemory
+from zerosim.records.results import (
+    Death,
+    EventRecord,
+    Failure,
+    PeakRecord,
+    Prediction,
+    SchemeRecord,
+    Settings,
+    StepRecord,
+    SweepRow,
+    TrafficRecord,
+)
+from zerosim.schemes import SCHEMES, Scheme, Stage
+
+STRICT_STEPS = 2  # what the first leaves behind, the second meets
+
+
+def model_of(settings: Settings) -> MLP:
+    """The model that the settings ask for."""
+    return MLP(settings.widths, seed=settings.model_seed)
+
+
+def job_of(settings: Settings, model: MLP, stage: int, ranks: int) -> theory.Job:
+    """The run of a stage on so many ranks, as the closed forms see it."""
+    return theory.Job(
+        stage=stage,
+        buckets=tuple((pair,) for pair in pairwise(model.widths)),
+        ranks=ranks,
+        rows=settings.batch,
+        precision=settings.precision,
+        wire=settings.wire,
+        gather=settings.gather,
+    )
+
+
+def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair]]:
+    """The batches that so many ranks train on, step by step."""
+    widths = settings.widths[0], settings.widths[-1]
+    return batches(settings.data, ranks, steps, settings.batch, widths, settings.seed)
+
+
+def plain_training(settings: Settings, ranks: int) -> Reference:
+    """What all schemes on so many ranks are held against."""
+    return Reference(1, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire)
+
+
+class Run:
+    """One scheme on N ranks, audited after each step, and alive until a hold passes its card's capacity.
+
+    ``plain`` is the training that it is held against; runs in lockstep may share one.
+    """
+
+    def __init__(
+        self, stage: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None
+    ) -> None:
+        self.stage = stage
+        self._settings = settings
+        self._plain = plain or plain_training(settings, ranks)
+        self.job = job_of(settings, model, SCHEMES.index(stage), ranks)
+        self.capacity = settings.capacity
+        self.death: Death | None = None
+        self.failures: list[Failure] = []
+        self._scheme: Scheme | None = None
+        options = {key: getattr(settings, key) for key in ("precision", "wire", "gather", "capacity")}
+        try:
+            self._scheme = stage(model, ranks, **options)
+        except OutOfMemory as error:
+            self._die(error, 0)
+
+    @property
+    def alive(self) -> bool:
+        return self.death is None
+
+    @property
+    def scheme(self) -> Scheme:
+        assert self._scheme is not None
+        return self._scheme
+
+    @property
+    def reports(self) -> list[Report]:
+        """The reports of the steps that completed."""
+        return [report for report in self._all_reports() if report.complete]
+
+    def _all_reports(self) -> list[Report]:
+        return self._scheme.reports if self._scheme else []
+
+    def step(self, batch: list[Pair]) -> None:
+        if not self.alive:
+            return
+        try:
+            self.scheme.step(batch)
+        except OutOfMemory as error:
+            self._die(error, len(self._all_reports()))
+        else:
+            step = len(self.reports)
+            self._plain.reach(step, batch)
+            self.failures += checks.beside(self.scheme, self._plain, step)
+            self.failures += checks.audit(self.scheme, self.reports[-1], self.job)
+
+    def _die(self, error: OutOfMemory, step: int) -> None:
+        self.death = Death(
+            step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held
+        )
+
+    def survives_predicted(self) -> bool:
+        return self.capacity is None or sum(theory.peak(self.job).values()) <= self.capacity
+
+    def finish(self, *, strictly: bool = True) -> list[Failure]:
+        """All that did not hold, survival on the card included, and what one more run in a stricter world finds."""
+        failures = self.failures + checks.survival(
+            self.stage.name, self.job.ranks, self.death, self.survives_predicted()
+        )
+        if strictly and self.alive:
+            batches = list(batches_of(self._settings, self.job.ranks, STRICT_STEPS))
+            failures += strict.run(self.stage, self._settings, self.job.ranks, batches)
+        return failures
+
+    def record(self) -> SchemeRecord:
+        reports = self._all_reports()
+        return SchemeRecord(
+            name=self.stage.name,
+            stage=self.job.stage,
+            prediction=Prediction(
+                resident=_plain(theory.resident(self.job)),
+                peak=_plain(theory.peak(self.job)),
+                peak_without_activations=_plain(theory.peak_without_activations(self.job)),
+                traffic={name: _plain(bands) for name, bands in theory.traffic(self.job).items()},
+                padding=theory.padding(self.job),
+                padding_sent=theory.padding_sent(self.job),
+                flops=theory.flops(self.job),
+            ),
+            steps=[_step_record(report) for report in self.reports],
+            events=_event_records(reports[-1]) if reports else [],
+            death=self.death,
+        )
+
+    def sweep_row(self) -> SweepRow:
+        report = self.reports[-1] if self.alive else Report(step=0)
+        return SweepRow(
+            ranks=self.job.ranks,
+            scheme=self.stage.name,
+            resident=sum(report.resident.values()),
+            resident_predicted=sum(theory.resident(self.job).values()),
+            peak=report.peak.total,
+            peak_predicted=sum(theory.peak(self.job).values()),
+            peak_without_activations=report.peak_without_activations.total,
+            peak_without_activations_predicted=sum(theory.peak_without_activations(self.job).values()),
+            sent=max(report.sent(), default=0),
+            sent_predicted=sum(sum(bands.values()) for bands in theory.traffic(self.job).values()),
+            survives=self.alive,
+            survives_predicted=self.survives_predicted(),
+            resident_by_band=_plain(report.resident),
+            events=_event_records(report),
+        )
+
+
+def _plain(counts: Mapping[Any, int]) -> dict[str, int]:
+    """Counts under plain names, those of nothing left out."""
+    return {str(name): count for name, count in counts.items() if count}
+
+
+def _peak_record(peak: Peak) -> PeakRecord:
+    return PeakRecord(total=peak.total, by_band=_plain(peak.by_band), unit=peak.unit, phase=peak.phase)
+
+
+def _event_records(report: Report) -> list[EventRecord]:
+    return [
+        EventRecord(**{field: getattr(event, field) for field in EventRecord.__struct_fields__})
+        for event in report.events
+    ]
+
+
+def _step_record(report: Report) -> StepRecord:
+    return StepRecord(
+        step=report.step,
+        loss=report.loss,
+        resident=_plain(report.resident),
+        padding=report.padding,
+        peak=_peak_record(report.peak),
+        peak_without_activations=_peak_record(report.peak_without_activations),
+        traffic=[
+            TrafficRecord(
+                collective=collective,
+                band=str(band),
+                sent=traffic.sent.tolist(),
+                received=traffic.received.tolist(),
+                padding=traffic.padding.tolist(),
+                messages=traffic.messages,
+            )
+            for (collective, band), traffic in report.traffic.items()
+        ],
+        flops=_plain(report.flops),
+        seconds={str(phase): seconds for phase, seconds in report.seconds.items()},
+    )

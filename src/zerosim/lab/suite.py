@@ -1,0 +1,159 @@
+"""The lab: four schemes side by side, the two checks, the sweep over N, and the artefacts.
+
+Owns what is run and in which order. Prints and draws nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from zerosim import options as preflight
+from zerosim import theory
+from zerosim.bands import PRECISIONS
+from zerosim.checks import compare as checks
+from zerosim.lab import ablations as artefacts
+from zerosim.lab.data import DATA
+from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
+from zerosim.model import MLP
+from zerosim.records.results import SCHEMA, Artefacts, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
+from zerosim.schemes import SCHEMES
+
+Advance = Callable[[str], None]
+SWEEP_STEPS = 2  # the second shows that a step ends where it began
+
+
+def run(settings: Settings, advance: Advance = lambda doing: None) -> Results:
+    """Everything that ``zerosim lab`` measures. ``advance`` is told of each of the ``work(settings)`` pieces.
+
+    Raises ValueError, TypeError, ModuleNotFoundError or MemoryError for settings that cannot
+    be run, before anything is run.
+    """
+    validate(settings)
+    model = model_of(settings)
+    schemes, differences, failures = _side_by_side(settings, model, advance)
+    sweep, found = _sweep(settings, model, advance)
+    return Results(
+        schema=SCHEMA,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=_versions(),
+        settings=settings,
+        n_params=model.n_params,
+        schemes=schemes,
+        differences=differences,
+        sweep=sweep,
+        artefacts=_artefacts(settings, model, advance),
+        failures=failures + found,
+    )
+
+
+def validate(settings: Settings) -> None:
+    """Refuse settings that cannot be run."""
+    for option in ("ranks", "steps", "batch"):
+        preflight.positive_int("lab", option, getattr(settings, option))
+    for option in ("seed", "model_seed"):
+        if getattr(settings, option) < 0:
+            raise ValueError(f"lab({option}): a seed is 0 or more; got {getattr(settings, option)}.")
+    preflight.check_options(
+        settings.ranks,
+        precision=settings.precision,
+        wire=settings.wire,
+        gather=settings.gather,
+        bucket="layer",
+        capacity=settings.capacity,
+    )
+    if not PRECISIONS[settings.precision].everywhere:
+        raise ValueError(
+            f"lab(precision): {settings.precision} exists under ZeRO-3 alone, and the lab compares all four. Use bf16."
+        )
+    preflight.one_of("lab", "data", settings.data, DATA)
+    model = model_of(settings)
+    preflight.check_memory(
+        f"lab(ranks={settings.ranks})",
+        _footprint(settings, model, settings.ranks),
+        {f"ranks={n}": _footprint(settings, model, n) for n in sweep_ranks(settings.ranks)[-2::-1]},
+    )
+    next(batches_of(settings, 1, 1))
+
+
+def _footprint(settings: Settings, model: MLP, ranks: int) -> int:
+    """Bytes of this process for the four schemes on ``ranks`` ranks at their peaks."""
+    return ranks * sum(sum(theory.peak(job_of(settings, model, stage, ranks)).values()) for stage in range(4))
+
+
+def sweep_ranks(ranks: int) -> list[int]:
+    """The powers of two up to ``ranks``, and ``ranks``."""
+    return sorted({1 << power for power in range(ranks.bit_length())} | {ranks})
+
+
+def work(settings: Settings) -> int:
+    """How many times ``run`` will call ``advance``."""
+    return len(SCHEMES) * (settings.steps + len(sweep_ranks(settings.ranks))) + 3
+
+
+def _side_by_side(
+    settings: Settings, model: MLP, advance: Advance
+) -> tuple[list[SchemeRecord], list[Difference], list[Failure]]:
+    """The four schemes in lockstep on the same batches, compared after every step."""
+    plain = plain_training(settings, settings.ranks)
+    runs = [Run(stage, settings, model, settings.ranks, plain) for stage in SCHEMES]
+    differences: list[Difference] = []
+    failures: list[Failure] = []
+    for step, batch in enumerate(batches_of(settings, settings.ranks, settings.steps), start=1):
+        for each in runs:
+            advance(f"step {step} of {settings.steps}: {each.stage.name}")
+            each.step(batch)
+        alive = [each for each in runs if each.alive]
+        if not alive:
+            continue
+        reference = checks.whole_states(alive[0].scheme)
+        for each in alive:
+            if each is alive[0] and each.scheme.shard.optimizer:
+                continue  # no copies to compare: its shards against themselves would prove nothing
+            difference, found = checks.compare(each.scheme, reference, step)
+            differences.append(difference)
+            failures += found
+        failures += checks.same_losses({each.stage.name: each.reports[-1].loss for each in alive}, settings.ranks, step)
+    for each in runs:
+        failures += each.finish(strictly=False)  # the sweep goes up to this N, and there is strict
+    return [each.record() for each in runs], differences, failures
+
+
+def _sweep(settings: Settings, model: MLP, advance: Advance) -> tuple[list[SweepRow], list[Failure]]:
+    """All four on each N, a few steps each, audited like the rest."""
+    rows: list[SweepRow] = []
+    failures: list[Failure] = []
+    for ranks in sweep_ranks(settings.ranks):
+        plain = plain_training(settings, ranks)
+        runs = [Run(stage, settings, model, ranks, plain) for stage in SCHEMES]
+        for batch in batches_of(settings, ranks, SWEEP_STEPS):
+            for each in runs:
+                each.step(batch)
+        for each in runs:
+            advance(f"sweep, N = {ranks}: {each.stage.name}")
+            rows.append(each.sweep_row())
+            failures += each.finish()
+    return rows, failures
+
+
+def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
+    """With one rank there is nothing to see, and fp32 parameters cannot travel in 16 bits."""
+    several = settings.ranks > 1
+    advance("gathering the whole model at once")
+    gather = artefacts.whole_model_gather(settings, model) if several else None
+    advance("a narrow wire")
+    narrow = artefacts.narrow_wire(settings, model) if several and settings.precision in artefacts.NARROW else None
+    advance("buckets of another size in one scheme")
+    bucket = artefacts.whole_model_bucket(settings, model) if several else {}
+    return Artefacts(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("zerosim", "numpy", "ml_dtypes")
+    return {name: importlib.metadata.version(name) for name in packages} | {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+    }

@@ -1,0 +1,195 @@
+"""One run of real ranks, held to the simulator: every number of the one against the same of the other.
+
+Owns the comparisons of bits, losses, bytes and memory, and turns a run into a record. Must not
+know how ranks are started or talked to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from zerosim.bands import FP32, PRECISIONS, Array, Band
+from zerosim.checks import compare as checks
+from zerosim.ledger import Phase
+from zerosim.optimizer import Adam
+from zerosim.real_ranks import meter
+from zerosim.real_ranks import setup as agreed
+from zerosim.real_ranks.messages import Simulated, Stepped
+from zerosim.real_ranks.meter import Op
+from zerosim.records.real_ranks import Flow, RankRecord, Run, Settings, StepTime
+from zerosim.records.results import Failure
+
+BITS, LOSSES, BYTES, MEMORY = "bits", "losses", "bytes", "memory"
+CHECKS = (BITS, LOSSES, BYTES, MEMORY)
+PROCESS, SOCKETS = "process", "sockets"
+
+
+class Evidence:
+    """Compares a run step by step.
+
+    ``metered`` tells whether the backend's framing is known; without it the kernel's counts
+    prove nothing, and are left out. ``comparable`` tells whether sums are made in the ring's
+    order; if not, bits and losses are left out.
+    """
+
+    def __init__(self, settings: Settings, plan: agreed.Plan, *, metered: bool, comparable: bool) -> None:
+        self._settings, self._plan, self._metered, self._comparable = settings, plan, metered, comparable
+        self._units = [layer.name for layer in agreed.model(settings).layers]
+        precision = PRECISIONS[plan.precision]
+        self._dtypes = {
+            band: dtype
+            for band, dtype in precision.dtypes(FP32).items()
+            if band in (*precision.states, *Adam.states) and band in checks.COMPARED
+        }
+        self._told: list[list[Stepped]] = []
+        self._expected: list[Simulated] = []
+        self._compared = dict.fromkeys(map(str, self._dtypes), 0)
+        self._differing = dict.fromkeys(map(str, self._dtypes), 0)
+        self.failures: list[Failure] = []
+
+    def step(self, expected: Simulated, told: list[Stepped]) -> None:
+        """Compare a step: what each rank told about it with what the simulator did."""
+        self._told.append(told)
+        self._expected.append(expected)
+        if self._comparable:
+            self._expect(LOSSES, -1, "mean loss", _mean_loss(told), expected.loss)
+        for rank, each in enumerate(told):
+            if self._comparable:
+                self._compare_bits(rank, each, expected)
+            self._compare_bytes(rank, each, expected)
+            self._compare_memory(rank, each, expected)
+
+    def _expect(self, check: str, rank: int, quantity: str, measured: object, expected: object) -> None:
+        if measured != expected:
+            self.failures.append(
+                Failure(
+                    check=check, scheme=str(self._plan), ranks=self._settings.ranks, step=len(self._told), rank=rank,
+                    quantity=quantity, measured=_words(measured), expected=_words(expected),
+                )
+            )  # fmt: skip
+
+    def _compare_bits(self, rank: int, told: Stepped, expected: Simulated) -> None:
+        for band, dtype in self._dtypes.items():
+            for unit, raw, whole in zip(self._units, told.states[band], expected.states[band], strict=True):
+                wanted = np.frombuffer(whole, dtype).reshape(self._settings.ranks, -1)[rank]
+                self._compared[band] += wanted.size
+                self._differing[band] += self._compare(rank, band, unit, np.frombuffer(raw, dtype), wanted)
+
+    def _compare(self, rank: int, band: Band, unit: str, real: Array, expected: Array) -> int:
+        """How many elements differ in their bits."""
+        if real.shape != expected.shape:
+            self._expect(BITS, rank, f"elements of {band} of {unit}", real.size, expected.size)
+            return expected.size
+        unequal = checks.bits(real) != checks.bits(expected)
+        if unequal.any():
+            at = int(np.argmax(unequal))
+            self._expect(
+                BITS, rank, f"{band} of {unit}, {np.count_nonzero(unequal):,} elements, the first of them {at}",
+                f"{float(real[at])!r}, bits {checks.bits(real)[at]:#x}",
+                f"{float(expected[at])!r}, bits {checks.bits(expected)[at]:#x}",
+            )  # fmt: skip
+        return int(np.count_nonzero(unequal))
+
+    def _compare_bytes(self, rank: int, told: Stepped, expected: Simulated) -> None:
+        simulated = {(each.collective, each.band): each for each in expected.traffic[rank]}
+        real = {(each.collective, each.band): each for each in told.traffic}
+        for collective, band in dict.fromkeys([*simulated, *real]):
+            one, other = real.get((collective, band)), simulated.get((collective, band))
+            for field in ("sent", "received", "padding", "messages"):
+                what = f"{field} by {collective} for {band}, the rank's own ledger against the simulator's"
+                self._expect(BYTES, rank, what, getattr(one, field, 0), getattr(other, field, 0))
+        handed, moved = self._handed(told), self._moved(told)
+        for what, of_torch, of_ledger in (
+            ("sent", handed.sent, sum(each.sent for each in told.traffic)),
+            ("received", handed.received, sum(each.received for each in told.traffic)),
+        ):
+            self._expect(BYTES, rank, f"{what}, the payload handed to torch against the ledger", of_torch, of_ledger)
+        if not self._metered:
+            return
+        framing_sent, framing_received = moved.framing()
+        for what, counted, explained in (
+            ("written according to /proc/self/io", told.written, moved.sent + framing_sent),
+            ("sent according to the TCP sockets", told.tcp_sent, moved.sent + framing_sent),
+            ("received according to the TCP sockets", told.tcp_received, moved.received + framing_received),
+        ):
+            if counted is not None:
+                self._expect(BYTES, rank, f"bytes {what}, against payload and framing", counted, explained)
+
+    def _handed(self, told: Stepped) -> meter.Moved:
+        """What the calls to torch ask to be moved, by the textbook."""
+        return self._over_calls(told, meter.textbook)
+
+    def _moved(self, told: Stepped) -> meter.Moved:
+        """What gloo is known to make of them."""
+        return self._over_calls(told, meter.moved)
+
+    def _over_calls(self, told: Stepped, cost: Callable[[Op, int, int], meter.Moved]) -> meter.Moved:
+        size = self._settings.ranks
+        return meter.total(cost(Op(call.op), call.nbytes, size) for call in told.handed for _ in range(call.times))
+
+    def _compare_memory(self, rank: int, told: Stepped, expected: Simulated) -> None:
+        for what, real, wanted in (
+            ("at rest", told.resident, expected.resident),
+            ("at the peak", told.peak, expected.peak),
+        ):
+            for band in dict.fromkeys([*real, *wanted]):
+                self._expect(MEMORY, rank, f"bytes of {band} {what}", real.get(band, 0), wanted.get(band, 0))
+
+    # -- the record
+
+    def record(self) -> Run:
+        """What was found up to now."""
+        last = self._expected[-1] if self._expected else None
+        return Run(
+            scheme=self._plan.stage.name,
+            collectives=self._plan.collectives,
+            precision=self._plan.precision,
+            complete=len(self._told) == self._settings.steps,
+            compared=self._compared,
+            differing=self._differing,
+            losses=[_mean_loss(told) for told in self._told],
+            losses_simulated=[each.loss for each in self._expected],
+            resident=last.resident if last else {},
+            peak=last.peak if last else {},
+            ranks=[self._rank(rank) for rank in range(self._settings.ranks)] if self._told else [],
+            times=[_slowest(told) for told in self._told],
+        )
+
+    def _rank(self, rank: int) -> RankRecord:
+        mine = [told[rank] for told in self._told]
+        return RankRecord(
+            rank=rank,
+            sent=self._flow(rank, mine, "sent", {PROCESS: "written", SOCKETS: "tcp_sent"}),
+            received=self._flow(rank, mine, "received", {SOCKETS: "tcp_received"}),
+            resident=mine[-1].resident,
+            peak=mine[-1].peak,
+            rss=mine[-1].rss,
+        )
+
+    def _flow(self, rank: int, told: Sequence[Stepped], way: str, meters: Mapping[str, str]) -> Flow:
+        moved = [self._moved(each) for each in told]
+        readings = {name: [getattr(each, field) for each in told] for name, field in meters.items()}
+        return Flow(
+            simulated=[sum(getattr(each, way) for each in step.traffic[rank]) for step in self._expected],
+            booked=[sum(getattr(each, way) for each in step.traffic) for step in told],
+            handed=[getattr(self._handed(each), way) for each in told],
+            moved=[getattr(each, way) for each in moved],
+            framing=[each.framing()[way == "received"] for each in moved],
+            kernel={name: each for name, each in readings.items() if self._metered and None not in each},
+        )
+
+
+def _mean_loss(told: Sequence[Stepped]) -> float:
+    return float(np.mean([each.loss for each in told]))
+
+
+def _slowest(told: Sequence[Stepped]) -> StepTime:
+    seconds = max((each.seconds for each in told), key=lambda phases: sum(phases.values()))
+    whole, communication = sum(seconds.values()), seconds.get(Phase.COMMUNICATION, 0.0)
+    return StepTime(total=whole, compute=whole - communication, communication=communication)
+
+
+def _words(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,270 @@
+"""Whether the parts of a results file agree with each other, so that no page tells of a run that cannot have been.
+
+Owns the rules: what a lab run, whatever it found, cannot help but record. A check that failed is
+no contradiction; a number that is not as predicted, while no failure says so, is one. Takes
+records; must not know the simulator, nor work out again what it predicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from zerosim.bands import Band
+from zerosim.ledger import EventKind, Phase
+from zerosim.records import results as recorded
+from zerosim.records.files import ResultsError
+from zerosim.records.results import Difference, EventRecord, Results, SchemeRecord, Settings, StepRecord, SweepRow
+from zerosim.report.colors import SCHEMES
+
+NAMES = tuple(SCHEMES)
+_BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
+
+
+def load(path: Path) -> Results:
+    """The results in a file. ResultsError, with the reason, if it is damaged or foreign, or contradicts itself."""
+    found = recorded.load(path)
+    for reason in contradictions(found):
+        raise ResultsError(f"{path}: its parts do not fit together: {reason}. Run the lab again.")
+    return found
+
+
+def contradictions(results: Results) -> Iterator[str]:
+    """Everything in the results that cannot be, in words; the first is reason enough to refuse them."""
+    settings = results.settings
+    sizes = [fan_in * fan_out + fan_out for fan_in, fan_out in pairwise(settings.widths)]
+    if sum(sizes) != results.n_params or not sizes:
+        yield f"widths {settings.widths} make {sum(sizes):,} parameters, not {results.n_params:,}"
+    if settings.seed < 0 or settings.model_seed < 0:
+        yield f"a seed is 0 or more, not {min(settings.seed, settings.model_seed)}"
+    found = [(record.name, record.stage) for record in results.schemes]
+    if found != [(name, stage) for stage, name in enumerate(NAMES)]:
+        yield f"a lab runs the stages {', '.join(NAMES)}, in this order; here are {found}"
+        return
+    for record in results.schemes:
+        yield from (f"{record.name}: {wrong}" for wrong in _scheme(record, settings))
+    yield from _differences(results)
+    yield from _sweep(results)
+    yield from _artefacts(results)
+    yield from _verdicts(results)
+
+
+# -- one scheme
+
+
+def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
+    death, done = record.death, len(record.steps)
+    expected = settings.steps if death is None else max(death.step - 1, 0)
+    if done != expected or [step.step for step in record.steps] != list(range(1, done + 1)):
+        yield f"{expected} completed steps should be numbered from 1; got {[step.step for step in record.steps]}"
+    if death is not None:
+        if settings.capacity is None or death.step > settings.steps or death.rank >= settings.ranks:
+            yield f"it cannot have run out of memory in step {death.step}, rank {death.rank}, of these settings"
+        elif sum(death.held.values()) + death.asked <= settings.capacity:
+            yield f"{death.asked:,} B more would have fitted on the card where it ran out of memory"
+        yield from _bands("held at its end", [*death.held, death.band])
+    predicted = record.prediction
+    for what, bands in (
+        ("predicted at rest", predicted.resident),
+        ("predicted at the peak", predicted.peak),
+        ("predicted at the peak without activations", predicted.peak_without_activations),
+        *((f"predicted for {collective}", bands) for collective, bands in predicted.traffic.items()),
+    ):
+        yield from _bands(what, bands)
+    yield from _per_rank(settings.ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
+    for step in record.steps:
+        yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings.ranks))
+    if done and death is None and record.events:
+        last = record.steps[-1]
+        yield from _log(record.events, sum(last.resident.values()), last.peak.total)
+        for name in dict.fromkeys(moved.collective for moved in last.traffic):
+            sent = max(map(sum, zip(*(moved.sent for moved in last.traffic if moved.collective == name), strict=False)))
+            if sent != _sent(record.events, name):
+                yield f"its log sends {_sent(record.events, name):,} B by {name}, its record {sent:,}"
+    else:
+        yield from _log(record.events)
+
+
+def _step(step: StepRecord, ranks: int) -> Iterator[str]:
+    resident = sum(step.resident.values())
+    yield from _bands("at rest", step.resident)
+    for what, peak in (("the peak", step.peak), ("the peak without activations", step.peak_without_activations)):
+        yield from _bands(f"at {what}", peak.by_band)
+        if sum(peak.by_band.values()) != peak.total:
+            yield f"the bands at {what} sum to {sum(peak.by_band.values()):,}, not to {peak.total:,}"
+        yield from _known("phase", [peak.phase], _PHASES)
+    if not max(resident, step.peak_without_activations.total) <= step.peak.total:
+        yield f"no instant can be higher than the peak, {step.peak.total:,} B"
+    yield from _per_rank(ranks, padding=step.padding)
+    for moved in step.traffic:
+        yield from _bands(f"moved by {moved.collective}", [moved.band])
+        yield from _per_rank(ranks, sent=moved.sent, received=moved.received, padding_sent=moved.padding)
+        if any(pad > sent for pad, sent in zip(moved.padding, moved.sent, strict=False)):
+            yield f"{moved.collective} sent more padding than bytes"
+    if len({(moved.collective, moved.band) for moved in step.traffic}) != len(step.traffic):
+        yield "a collective's bytes of one band are given twice"
+    yield from _known("phase", [*step.flops, *step.seconds], _PHASES)
+    yield from _times(step.seconds.values())
+
+
+def _log(events: Sequence[EventRecord], resident: int | None = None, peak: int | None = None) -> Iterator[str]:
+    """A log moves the bytes held by its holds and frees alone; a whole step's returns to where it began."""
+    yield from _known("kind of event", [event.kind for event in events], _KINDS)
+    yield from _known("phase", [event.phase for event in events], _PHASES)
+    yield from _bands("in the log", [event.name for event in events if event.kind in (EventKind.HOLD, EventKind.FREE)])
+    yield from _times([event.seconds for event in events])
+    if any(later.seconds < earlier.seconds for earlier, later in pairwise(events)):
+        yield "the clock of its log runs backwards"
+    if any(event.nbytes for event in events if event.kind == EventKind.COMPUTE):
+        yield "what is computed moves no bytes"
+    changes = [event.nbytes * {EventKind.HOLD: 1, EventKind.FREE: -1}.get(event.kind, 0) for event in events]  # type: ignore[call-overload]
+    before = [events[0].held - changes[0], *(event.held for event in events[:-1])] if events else []
+    for number, (event, held, change) in enumerate(zip(events, before, changes, strict=True), start=1):
+        if held < 0 or held + change != event.held:
+            yield f"after event {number} of its log {event.held:,} B cannot be held"
+            return
+    if resident is not None and not before[0] == events[-1].held == resident:
+        yield f"its last step should begin and end with the {resident:,} B at rest, as its log does not"
+    if peak is not None and max(*before, events[-1].held) != peak:
+        yield f"its log peaks at {max(*before, events[-1].held):,} B, its record at {peak:,}"
+
+
+# -- the comparisons
+
+
+def _differences(results: Results) -> Iterator[str]:
+    """Every scheme that completed a step is compared; the first of them only if it has copies to compare."""
+    ranks, expected = results.settings.ranks, []
+    for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
+        alive = [record for record in results.schemes if len(record.steps) >= step]
+        expected += [(step, each.name) for each in alive if not (each is alive[0] and each.stage and ranks > 1)]
+    if [(each.step, each.scheme) for each in results.differences] != expected:
+        yield f"{len(expected)} comparisons belong to these steps, each of its own scheme; got others"
+    for each in results.differences:
+        yield from (f"{each.scheme}, compared after step {each.step}: {wrong}" for wrong in _difference(each))
+    if len({frozenset(each.differing) for each in results.differences}) > 1:
+        yield "the comparisons are not all of the same bands"
+
+
+def _difference(each: Difference) -> Iterator[str]:
+    yield from _bands("compared", [*each.differing, *each.largest])
+    if each.differing.keys() != each.largest.keys():
+        yield "elements and distances are of different bands"
+    if any(distance < 0 for distance in each.largest.values()):
+        yield "a distance is negative"
+    if any(each.largest[band] != 0 for band, count in each.differing.items() if not count and band in each.largest):
+        yield "no bits differ, and yet there is a distance"
+
+
+def _sweep(results: Results) -> Iterator[str]:
+    rows, top = results.sweep, results.settings.ranks
+    counts = list(dict.fromkeys(row.ranks for row in rows))
+    if [(row.ranks, row.scheme) for row in rows] != [(ranks, name) for ranks in counts for name in NAMES]:
+        yield f"for each N the sweep has a row for each of {', '.join(NAMES)}, in this order"
+    if rows and (counts != sorted(counts) or counts[-1] != top):
+        yield f"the sweep goes up to N = {top}; got {counts}"
+    for row in rows:
+        yield from (f"the sweep, {row.scheme}, N = {row.ranks}: {wrong}" for wrong in _row(row))
+
+
+def _row(row: SweepRow) -> Iterator[str]:
+    yield from _bands("at rest", row.resident_by_band)
+    if sum(row.resident_by_band.values()) != row.resident:
+        yield f"the bands at rest sum to {sum(row.resident_by_band.values()):,}, not to {row.resident:,}"
+    if not max(row.resident, row.peak_without_activations) <= row.peak:
+        yield f"no instant can be higher than the peak, {row.peak:,} B"
+    if not row.survives and (row.peak or row.sent or row.events):
+        yield "what ran out of memory has nothing measured"
+    if row.events:
+        yield from _log(row.events, row.resident, row.peak)
+        if row.sent != _sent(row.events):
+            yield f"its log sends {_sent(row.events):,} B, its record {row.sent:,}"
+
+
+def _artefacts(results: Results) -> Iterator[str]:
+    found = results.artefacts
+    drifts = [*found.whole_model_bucket.values(), *([found.narrow_wire.drift] if found.narrow_wire else [])]
+    for drift in drifts:
+        if not len(drift.differing) == len(drift.largest) == results.settings.steps:
+            yield f"a drift is given after each of the {results.settings.steps} steps"
+        if any(distance < 0 for distance in drift.largest):
+            yield "a drift is negative"
+
+
+# -- what was found against what the verdicts say
+
+
+def _verdicts(results: Results) -> Iterator[str]:
+    """Whatever is not alike, or not as predicted, has a failure that says so."""
+    said = {(each.check, each.scheme, each.ranks) for each in results.failures}
+    ranks = results.settings.ranks
+    for check, scheme, n in said:
+        if check not in ("check one", "check two") or scheme not in NAMES or n < 1:
+            yield f"no check, scheme and N are called {check!r}, {scheme!r} and {n}"
+    for each in results.differences:
+        if any(each.differing.values()) and ("check one", each.scheme, ranks) not in said:
+            yield f"bits of {each.scheme} differ after step {each.step}, and no failure says so"
+    for step in range(max(len(record.steps) for record in results.schemes)):
+        losses = {str(record.steps[step].loss) for record in results.schemes if step < len(record.steps)}
+        if len(losses) > 1 and not any(check == "check one" for check, _, _ in said):
+            yield f"losses differ in step {step + 1}, and no failure says so"
+    for record in results.schemes:
+        fits = results.settings.capacity is None or sum(record.prediction.peak.values()) <= results.settings.capacity
+        as_predicted = fits == (record.death is None) and all(_as_predicted(record, step) for step in record.steps)
+        if not as_predicted and ("check two", record.name, ranks) not in said:
+            yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
+    for row in results.sweep:
+        measured = (row.resident, row.peak, row.peak_without_activations, row.sent)
+        expected = (
+            row.resident_predicted, row.peak_predicted, row.peak_without_activations_predicted, row.sent_predicted,
+        )  # fmt: skip
+        fits = results.settings.capacity is None or row.peak_predicted <= results.settings.capacity
+        as_predicted = row.survives == row.survives_predicted == fits and (not row.survives or measured == expected)
+        if not as_predicted and ("check two", row.scheme, row.ranks) not in said:
+            yield f"the sweep, {row.scheme}, N = {row.ranks}: not as predicted, and no failure says so"
+
+
+def _as_predicted(record: SchemeRecord, step: StepRecord) -> bool:
+    expected = record.prediction
+    sent = {(moved.collective, moved.band): {*moved.sent, *moved.received} for moved in step.traffic}
+    wanted = {(name, band): {nbytes} for name, bands in expected.traffic.items() for band, nbytes in bands.items()}
+    columns = zip(*(moved.padding for moved in step.traffic), strict=False)
+    return (
+        step.resident == expected.resident
+        and step.peak.by_band == expected.peak
+        and step.peak_without_activations.by_band == expected.peak_without_activations
+        and step.flops == expected.flops
+        and step.padding == expected.padding
+        and sent == wanted
+        and (not sent or [sum(column) for column in columns] == expected.padding_sent)
+    )
+
+
+# -- small rules
+
+
+def _sent(events: Sequence[EventRecord], collective: str = "") -> int:
+    sends = (event for event in events if event.kind == EventKind.SEND)
+    return sum(event.nbytes for event in sends if not collective or event.name == collective)
+
+
+def _bands(what: str, names: Iterable[str]) -> Iterator[str]:
+    yield from _known(f"band {what}", names, _BANDS)
+
+
+def _known(what: str, names: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    if unknown := [name for name in names if name not in known]:
+        yield f"no {what} is called {unknown[0]!r}"
+
+
+def _per_rank(ranks: int, **lists: Sequence[int]) -> Iterator[str]:
+    for what, values in lists.items():
+        if len(values) != ranks:
+            yield f"{what.replace('_', ' ')} has {len(values)} entries for {ranks} ranks"
+
+
+def _times(seconds: Iterable[float]) -> Iterator[str]:
+    if not all(math.isfinite(each) and each >= 0 for each in seconds):
+        yield "a time is negative or no number"

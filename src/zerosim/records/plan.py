@@ -1,0 +1,307 @@
+"""What a plan says: its schema, and how it is written and read.
+
+Owns the schema. Computes nothing but sums of what is in a record. Bytes and FLOPs are
+integers, per rank. Must not know the simulator.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from zerosim.records.files import encoded, read, write_whole
+
+SCHEMA = "zerosim.plan/1"
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, le=3)]
+
+
+class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What bounds the time, where it is not the card's own: FLOP/s, bytes/s and seconds a hop within a node and
+    between nodes, cards in a node. None: the preset's. ``efficiency`` is the part of the peak that is reached."""
+
+    efficiency: float | None = None
+    peak: float | None = None
+    within: float | None = None
+    between: float | None = None
+    hop_within: float | None = None
+    hop_between: float | None = None
+    node: Positive | None = None
+
+
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was asked.
+
+    ``asked`` are the numbers of GPUs that were named, ``gpus`` those that are tabulated. ``memory``
+    is the bytes of a card, ``card`` the preset that it comes from. ``precision``, ``wire``,
+    ``wire_params``, ``padding``, ``all_reduce`` and ``prefetch`` are None where the convention decides.
+    ``bucket`` in
+    parameters. ``binary``: whether sizes are shown in GiB.
+    """
+
+    model: str
+    asked: list[Positive]
+    gpus: list[Positive]
+    stages: list[StageNumber]
+    convention: str = "zero"
+    memory: Positive | None = None
+    card: str | None = None
+    binary: bool = False
+    precision: str | None = None
+    wire: str | None = None
+    wire_params: str | None = None
+    padding: str | None = None
+    all_reduce: bool | None = None
+    micro_batch: Positive = 1
+    sequence: Positive | None = None
+    checkpoint: Literal["none", "full", "selective"] = "none"
+    accumulate: Positive = 1
+    sync: Literal["each", "end"] | None = None
+    bucket: Literal["layer", "model"] | Positive | None = None
+    prefetch: Natural | None = None
+    optimizer: Literal["adam", "sgd", "momentum"] = "adam"
+    network: Network = Network()
+    ladder: str | None = None
+
+
+class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Something that is gathered and reduced as a whole, and how many there are of its size in a row."""
+
+    name: str
+    params: int
+    count: Positive = 1
+
+
+class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was found out about the model. ``sequence`` is None where there is none."""
+
+    name: str
+    kind: str
+    params: Positive
+    trainable: int
+    frozen: int
+    buffers: int
+    units: list[Unit]
+    sequence: int | None
+    notes: list[str]
+
+
+class Instant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The highest instant: total bytes, the bands then, and whose hold in which phase reached it.
+
+    ``by_unit``: what comes and goes within a step, by the units that held the most of it, largest first.
+    """
+
+    total: int
+    by_band: dict[str, int]
+    unit: str
+    phase: str
+    by_unit: dict[str, int]
+
+    @property
+    def largest(self) -> str:
+        """The band that holds the most."""
+        return max(self.by_band, key=lambda band: self.by_band[band], default="")
+
+
+class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rank sends in a step by one collective for one band."""
+
+    collective: str
+    band: str
+    sent: int
+    messages: int
+
+
+class Shortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The hold that a card has no room for: of which band, for which unit, and what is held by then."""
+
+    band: str
+    unit: str
+    asked: int
+    held: dict[str, int]
+
+
+class Time(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The least seconds of a step, a bound and no forecast: without overlap and with it, and what binds it."""
+
+    compute: float
+    bandwidth: float
+    latency: float
+    serial: float
+    overlapped: float
+    binding: str
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the time is bounded with: the card, FLOP/s by dtype times the efficiency, bytes/s, seconds a hop."""
+
+    card: str
+    assumed: bool
+    dtype: str
+    peak: float
+    efficiency: float
+    within: float
+    between: float
+    node: int
+    hop_within: float
+    hop_between: float
+    source: str
+
+
+class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A step of one stage on N GPUs. ``room`` is what a card has left at the peak, negative if it's short."""
+
+    stage: StageNumber
+    name: str
+    ranks: Positive
+    resident: dict[str, int]
+    peak: Instant
+    traffic: list[Moved]
+    flops: dict[str, int]
+    room: int | None
+    shortage: Shortage | None
+    time: Time | None
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes held between steps."""
+        return sum(self.resident.values())
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends in a step."""
+        return sum(moved.sent for moved in self.traffic)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a card holds it, or None where no card was named."""
+        return None if self.room is None else self.room >= 0
+
+
+class Smallest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The smallest N that a stage fits on, in whole and by its model states alone; None if none up to ``limit``."""
+
+    stage: StageNumber
+    name: str
+    ranks: int | None
+    states_alone: int | None
+    limit: Positive
+
+
+class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The largest micro-batch of a stage on N GPUs; 0 if a row is too many, ``at_least`` if the search ended there."""
+
+    stage: StageNumber
+    name: str
+    ranks: Positive
+    micro_batch: Natural
+    at_least: bool
+
+
+class Nowhere(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A card too small for any N: what is needed by the stage and on the N that need least, and what is to blame."""
+
+    stage: StageNumber
+    name: str
+    ranks: Positive
+    peak: Instant
+    shortage: Shortage
+
+
+class Oddity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A stage that needs more than a lower one, or a number of GPUs than a smaller one; and the band that grew most."""
+
+    lower: str
+    higher: str
+    quantity: Literal["at rest", "peak"]
+    more: Positive
+    band: str
+    band_more: int
+
+
+class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a well-known formula says of the same question, and why ours differs.
+
+    ``beside``: what the formula has more of than the ledger, or below zero less, by band; equal bands are out.
+    """
+
+    name: str
+    stage: StageNumber
+    ranks: Positive
+    formula: str
+    nbytes: int
+    ours: int
+    quantity: str
+    beside: dict[str, int]
+    why: str
+    source: str
+
+
+class Rung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The largest model of a family that one stage holds on N cards; ``size`` 0 if not even the smallest."""
+
+    stage: StageNumber
+    name: str
+    ranks: Positive
+    size: Natural
+    shape: str
+    params: int
+    peak: Instant | None
+    at_least: bool
+
+
+class Ladder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A family of models, from small to large, and how far each stage gets."""
+
+    family: str
+    about: str
+    rungs: list[Rung]
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that a plan says. ``why`` and ``left_out``: the convention's rules, and what of it is not counted."""
+
+    schema: str
+    created: str
+    versions: dict[str, str]
+    question: Question
+    precision: str
+    model: ModelRecord
+    cluster: Cluster | None
+    cells: list[Cell]
+    smallest: list[Smallest]
+    largest: list[Largest]
+    nowhere: Nowhere | None
+    oddities: list[Oddity]
+    estimates: list[Estimate]
+    ladder: Ladder | None
+    why: list[str]
+    left_out: list[str]
+
+    def at(self, ranks: int) -> list[Cell]:
+        """The cells of one N, in order of their stages."""
+        return [cell for cell in self.cells if cell.ranks == ranks]
+
+    def lowest(self, ranks: int) -> Cell | None:
+        """The lowest stage that fits on N GPUs."""
+        return next((cell for cell in self.at(ranks) if cell.fits), None)
+
+
+def encode(plan: Plan) -> bytes:
+    """The plan as indented JSON."""
+    return encoded(plan)
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write the plan to ``path``, whole or not at all."""
+    write_whole(path, encode(plan))
+
+
+def load(path: Path) -> Plan:
+    """Read what ``save`` wrote. ResultsError, with the reason, for anything else."""
+    return read(path, SCHEMA, Plan)

@@ -1,0 +1,146 @@
+"""The recorded results of a corroboration: their schema, and how they are written and read.
+
+Owns the file format, and computes nothing. Bytes are integers. A list over steps has one entry
+per step that was completed. What a platform cannot measure is absent, never zero.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from zerosim.records.files import encoded, read, write_whole
+from zerosim.records.results import Failure
+
+SCHEMA = "zerosim.corroborate/1"
+COLLECTIVES = RING, NATIVE = "ring", "native"
+RECIPES = ("mixed", "bf16", "fp32")  # the precisions that are run
+BACKENDS = ("gloo", "nccl", "mpi")
+FAULTS = ("bit", "hop", "kill", "stop")
+EXTRA_HOP = 1000  # bytes that the fault "hop" sends
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is broken on purpose: one of ``FAULTS``, on ``rank`` in ``step`` of every run."""
+
+    kind: str
+    rank: int
+    step: int
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was asked for, and what all ranks must agree on.
+
+    ``batch`` is rows per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
+    working copy. A run is one scheme, one of ``collectives`` and one of ``precisions``.
+    """
+
+    ranks: int
+    steps: int
+    batch: int
+    seed: int
+    model_seed: int
+    widths: list[int]
+    collectives: list[str]
+    precisions: list[str]
+    wire: str
+    backend: str
+    fault: Fault | None
+
+
+class Flow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rank sent, or received, in each step: every count of it.
+
+    ``simulated`` by the simulator, ``booked`` by the rank's own ledger, ``handed`` to torch
+    according to the log beside the call. ``moved`` is the payload that the backend is known to
+    move for that and ``framing`` its headers; together they must be what each meter of
+    ``kernel`` read. ``process`` is /proc/self/io, ``sockets`` the TCP sockets' own counters.
+    """
+
+    simulated: list[int]
+    booked: list[int]
+    handed: list[int]
+    moved: list[int]
+    framing: list[int]
+    kernel: dict[str, list[int]]
+
+
+class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One rank of one run: its traffic, its bytes by band at rest and at the peak, and its process's memory."""
+
+    rank: int
+    sent: Flow
+    received: Flow
+    resident: dict[str, int]
+    peak: dict[str, int]
+    rss: int
+
+
+class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds of a step on the rank that took longest, compute and communication apart.
+
+    Waiting for a slower rank is communication.
+    """
+
+    total: float
+    compute: float
+    communication: float
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One scheme on one wire in one precision, simulated and real.
+
+    ``compared`` and ``differing`` count elements by band over all ranks and steps;
+    ``losses`` are the means over ranks. ``resident`` and ``peak`` are the simulator's.
+    """
+
+    scheme: str
+    collectives: str
+    precision: str
+    complete: bool
+    compared: dict[str, int]
+    differing: dict[str, int]
+    losses: list[float]
+    losses_simulated: list[float]
+    resident: dict[str, int]
+    peak: dict[str, int]
+    ranks: list[RankRecord]
+    times: list[StepTime]
+
+
+class Corroboration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that was found.
+
+    ``ended`` says why if it is not ``complete``. ``order`` is the order in which the backend's
+    own all-reduce was seen to sum: ``ring`` is the simulator's. ``unmeasured`` says why a meter
+    has no readings; ``addresses`` are those of the sockets that the ranks used.
+    """
+
+    schema: str
+    created: str
+    versions: dict[str, str]
+    settings: Settings
+    n_params: int
+    complete: bool
+    ended: str
+    order: str
+    unmeasured: dict[str, str]
+    addresses: list[str]
+    runs: list[Run]
+    failures: list[Failure]
+
+
+def encode(found: Corroboration) -> bytes:
+    """The record as indented JSON."""
+    return encoded(found)
+
+
+def save(found: Corroboration, path: Path) -> None:
+    """Write it to ``path``, whole or not at all."""
+    write_whole(path, encode(found))
+
+
+def load(path: Path) -> Corroboration:
+    """Read what ``save`` wrote. ResultsError, with the reason, for anything else."""
+    return read(path, SCHEMA, Corroboration)

@@ -1,0 +1,272 @@
+"""The recorded results of a lab run: their schema, and how they are written and read.
+
+Owns the schema. Computes nothing.
+
+Bytes and FLOPs are integers, per rank; a list over ranks has one entry per rank, in order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from zerosim.records.files import encoded, read, write_whole
+
+SCHEMA = "zerosim.lab.suite/1"
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # bytes, operations, elements: what a reader can count
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was asked for.
+
+    ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
+    ``capacity`` is the bytes of a card, or None for no limit.
+    """
+
+    ranks: Positive
+    steps: Positive
+    batch: Positive
+    seed: int
+    model_seed: int
+    precision: Literal["mixed", "bf16", "fp32"]
+    wire: Literal["fp32", "fp16", "bf16"]
+    gather: Literal["layer", "model"]
+    data: str
+    capacity: Positive | None
+    widths: list[Positive]
+
+
+class PeakRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The highest instant: total bytes, the bands at that instant, and whose hold in which phase reached it."""
+
+    total: Count
+    by_band: dict[str, Count]
+    unit: str
+    phase: str
+
+
+class TrafficRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one collective moved for one band in a step."""
+
+    collective: str
+    band: str
+    sent: list[Count]
+    received: list[Count]
+    padding: list[Count]
+    messages: Count
+
+
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One step of one scheme, measured."""
+
+    step: Count
+    loss: float
+    resident: dict[str, Count]
+    padding: list[Count]
+    peak: PeakRecord
+    peak_without_activations: PeakRecord
+    traffic: list[TrafficRecord]
+    flops: dict[str, Count]
+    seconds: dict[str, float]
+
+    def sent(self) -> int:
+        """Bytes sent by the busiest rank, all collectives together."""
+        return max((sum(column) for column in zip(*(moved.sent for moved in self.traffic), strict=True)), default=0)
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the closed forms say of one step of one scheme."""
+
+    resident: dict[str, Count]
+    peak: dict[str, Count]
+    peak_without_activations: dict[str, Count]
+    traffic: dict[str, dict[str, Count]]
+    padding: list[Count]
+    padding_sent: list[Count]
+    flops: dict[str, Count]
+
+
+class EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, array_like=True):
+    """One entry of a step's log, as an array: kind, name, unit, bytes, bytes held after it, seconds, phase."""
+
+    kind: str
+    name: str
+    unit: str
+    nbytes: Count
+    held: Count
+    seconds: float
+    phase: str
+
+
+class Death(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
+
+    step: Count
+    rank: Count
+    band: str
+    unit: str
+    asked: Count
+    held: dict[str, Count]
+
+
+class SchemeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One scheme's run: every step measured, the prediction, and the events of the last step."""
+
+    name: str
+    stage: Count
+    prediction: Prediction
+    steps: list[StepRecord]
+    events: list[EventRecord]
+    death: Death | None
+
+
+class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Check one, for a scheme after a step: elements whose bits differ over all ranks, and the largest difference.
+
+
+    By band, against data parallel, or the first scheme that has survived; data parallel itself
+    against its first rank.
+    """
+
+    scheme: str
+    step: Count
+    differing: dict[str, Count]
+    largest: dict[str, float]
+
+
+class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scheme on N ranks: bytes per rank, measured and predicted, and the events of the last step.
+
+    Zero and empty where the run did not survive.
+    """
+
+    ranks: Count
+    scheme: str
+    resident: Count
+    resident_predicted: Count
+    peak: Count
+    peak_predicted: Count
+    peak_without_activations: Count
+    peak_without_activations_predicted: Count
+    sent: Count
+    sent_predicted: Count
+    survives: bool
+    survives_predicted: bool
+    resident_by_band: dict[str, Count]
+    events: list[EventRecord]
+
+
+class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How far the master weights of one run are from another's after each step."""
+
+    differing: list[Count]
+    largest: list[float]
+
+
+class WholeModelGather(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """ZeRO-3 that gathers everything at once, beside ZeRO-2 at rest. Bytes per rank."""
+
+    states: Count
+    gathered: Count
+    zero2_resident: Count
+    peak: Count
+    peak_by_layer: Count
+
+
+class NarrowWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The same run with blocks in the working copy's 16 bits: half the bytes, other bits.
+
+    ``gradient`` compares the averaged gradients of the first step, where nothing else
+    differs yet, so that it is the rounding of the hops alone; relative to the largest gradient.
+    """
+
+    wire: str
+    sent: Count
+    sent_fp32: Count
+    gradient_differing: Count
+    gradient_largest_relative: float
+    drift: Drift
+
+
+class Artefacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
+
+    ``whole_model_bucket``, by precision: ZeRO-2 with one bucket for the whole model, so that its
+    sums start at other ranks, against data parallel with a bucket per layer. In fp32 each sum is
+    rounded otherwise; 16-bit gradients are so short that their sums in fp32 come out exact, or
+    nearly always round to the same 16 bits.
+    """
+
+    whole_model_gather: WholeModelGather | None
+    narrow_wire: NarrowWire | None
+    whole_model_bucket: dict[str, Drift]
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A check that does not hold: where, and both values. ``rank`` is -1 where it concerns them all."""
+
+    check: str
+    scheme: str
+    ranks: Count
+    step: Count
+    rank: int
+    quantity: str
+    measured: str
+    expected: str
+
+    def __str__(self) -> str:
+        where = f"{self.scheme}, N = {self.ranks}, step {self.step}, "
+        where += "every rank" if self.rank < 0 else f"rank {self.rank}"
+        return f"{self.check}: {where}: {self.quantity}: measured {self.measured}, expected {self.expected}"
+
+
+class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that a lab run found."""
+
+    schema: str
+    created: str
+    versions: dict[str, str]
+    settings: Settings
+    n_params: Positive
+    schemes: list[SchemeRecord]
+    differences: list[Difference]
+    sweep: list[SweepRow]
+    artefacts: Artefacts
+    failures: list[Failure]
+
+    def survivors(self) -> list[tuple[SchemeRecord, StepRecord]]:
+        """Each scheme that lived, with its last step."""
+        return [(record, record.steps[-1]) for record in self.schemes if record.death is None]
+
+    def nothing_compared(self, check: str) -> str:
+        """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
+        if check == "check one":
+            return "" if self.differences else "no two schemes have survived a step"
+        survived = any(record.steps for record in self.schemes) or any(row.survives for row in self.sweep)
+        return "" if survived else "no step was completed; that none would be is as predicted"
+
+    def scheme(self, name: str) -> SchemeRecord:
+        """The record of the scheme of that name."""
+        return next(record for record in self.schemes if record.name == name)
+
+
+def encode(results: Results) -> bytes:
+    """The results as indented JSON."""
+    return encoded(results)
+
+
+def save(results: Results, path: Path) -> None:
+    """Write the results to ``path``, whole or not at all."""
+    write_whole(path, encode(results))
+
+
+def load(path: Path) -> Results:
+    """Read what ``save`` wrote. ResultsError, with the reason, for anything else.
+
+    Whether its parts agree with each other is another question: ``soundness.load`` asks both.
+    """
+    return read(path, SCHEMA, Results)

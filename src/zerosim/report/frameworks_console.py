@@ -1,0 +1,144 @@
+"""The frameworks as tables in a terminal. Takes the record; computes nothing but sums, ratios and units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zerosim.bands import WIRES
+from zerosim.records.frameworks import (
+    BYTES,
+    CHECKS,
+    ELSEWHERE,
+    GRADIENTS,
+    GRADS,
+    HAVE_EVIDENCE,
+    MASTER,
+    PARAMS,
+    RANKS,
+    STATE,
+    Framework,
+    Frameworks,
+)
+
+SHOWN_FAILURES = 20
+
+
+def show(found: Frameworks, console: Console | None = None) -> None:
+    """Print what was found: memory, traffic and bits, what each framework behaves like, and the verdicts."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(file=console.file, highlight=False, width=120)
+    run = [row for row in found.rows if not row.skipped]
+    console.print(
+        f"\n[bold]The frameworks on {found.settings.ranks} real ranks[/], {found.steps} steps, gloo; "
+        + ", ".join(f"{name} {found.versions[name]}" for name in ("torch", "deepspeed") if name in found.versions)
+    )
+    for table in (_memory(run, found.n_params), _traffic(run, found)):
+        console.print()
+        console.print(table)
+    console.print()
+    console.print('What is behind "for" is the textbook\'s, where the framework leaves it.')
+    for row in found.rows:
+        what = f"is not run: {row.skipped}" if row.skipped else f"behaves like {row.stage or 'no stage'}"
+        console.print(f"{row.name} {'; '.join([what, *row.departs])}.", markup=False)
+    console.print()
+    for check, claim in CHECKS.items():
+        console.print(f"{check} {_verdict(check, found)}: {claim}")
+    for failure in found.failures[:SHOWN_FAILURES]:
+        console.print(f"  {failure}", style="red", markup=False)
+    if len(found.failures) > SHOWN_FAILURES:
+        console.print(f"  and {len(found.failures) - SHOWN_FAILURES:,} more, in frameworks.json")
+    if found.ended:
+        console.print("[bold red]incomplete[/]: ", end="")
+        console.print(found.ended, markup=False)
+
+
+def _verdict(check: str, found: Frameworks) -> str:
+    """Whether a check holds. What was not compared in any row is not said to."""
+    if any(failure.check == check for failure in found.failures):
+        return "[bold red]FAIL[/]"
+    run = [row for row in found.rows if not row.skipped]
+    compared = {
+        GRADIENTS: [bool(row.gradients) for row in run if row.family in HAVE_EVIDENCE],
+        BYTES: [rank.moved is not None and bool(rank.kernel) for row in run for rank in row.ranks],
+        RANKS: [bool(row.ranks) for row in run],
+    }[check]
+    if not any(compared):
+        return "[bold yellow]not measured[/]"
+    return "[bold green]hold[/]" + ("" if all(compared) else " [bold yellow]where measured[/]")
+
+
+def _table(title: str, caption: str, *columns: str) -> Table:
+    table = Table(
+        title=title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
+        collapse_padding=True, pad_edge=False,
+    )  # fmt: skip
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _memory(rows: Iterable[Framework], n_params: int) -> Table:
+    table = _table(
+        "Bytes per parameter on the fullest rank, as the update begins",
+        "Adam: its state and master weights. Elsewhere: allocated, but in no tensor of a band. Rest: in all, between "
+        "steps. Peak: the highest instant of a step, activations too; ≤ where a block may have been freed before.",
+        "framework", "params", "grads", "Adam", "elsewhere", "held", "rest", "peak", "in",
+    )  # fmt: skip
+    for row in rows:
+        fullest = max(row.ranks, key=lambda rank: sum(rank.held.values())).held
+        bands = fullest[PARAMS], fullest[GRADS], fullest[MASTER] + fullest[STATE], fullest[ELSEWHERE]
+        held, rest = ([sum(getattr(rank, which).values()) for rank in row.ranks] for which in ("held", "rest"))
+        highest = max(row.ranks, key=lambda rank: sum(rank.peak.values()))
+        table.add_row(
+            row.name,
+            *(_per_param(band, n_params) for band in bands),
+            _range(held, n_params),
+            _range(rest, n_params),
+            f"{'' if highest.exact else '≤ '}{_per_param(sum(highest.peak.values()), n_params)}",
+            highest.peak_phase,
+        )
+    return table
+
+
+def _per_param(nbytes: int, n_params: int) -> str:
+    """Bytes per parameter, to two digits, or to none where there are thousands."""
+    return f"{nbytes / n_params:,.{2 if nbytes < 1000 * n_params else 0}f}"
+
+
+def _range(counts: Sequence[int], n_params: int) -> str:
+    """Bytes per parameter on the ranks: one number where they agree."""
+    low, high = (_per_param(count, n_params) for count in (min(counts), max(counts)))
+    return low if low == high else f"{low}–{high}"
+
+
+def _traffic(rows: Iterable[Framework], found: Frameworks) -> Table:
+    table = _table(
+        "Bytes that the busiest rank sends in a step, and bits",
+        "P: all parameters once, in the dtype of the gradients that travel, times (N-1)/N. Asked: what a ring must "
+        "send for the collectives. Moved: what gloo makes of them. Gradients: elements that differ from the ring over "
+        "the local ones. Parameters: that differ from the simulator's after the last step, by so much at most; in bf16 "
+        "the frameworks compute in it too, and the simulator in fp32.",
+        "framework", "asked, P", "moved, P", "framing", "kernel", "gradients", "parameters", "largest",
+    )  # fmt: skip
+    size = found.settings.ranks
+    for row in rows:
+        unit = found.n_params * WIRES[row.wire].itemsize * (size - 1) / size
+        busiest = max(row.ranks, key=lambda rank: rank.moved or 0)
+        counted = busiest.kernel.get("sockets") or busiest.kernel.get("process")
+        gradients = f"{sum(step.differing for step in row.gradients):,}" if row.gradients else "–"
+        table.add_row(
+            row.name,
+            f"{busiest.asked / unit:.2f}",
+            "unknown" if busiest.moved is None else f"{busiest.moved / unit:.2f}",
+            "unknown" if busiest.framing is None else f"{busiest.framing:,}",
+            f"{counted[-1]:,}" if counted else "not measured",
+            gradients,
+            f"{row.differing:,}",
+            f"{row.largest:.1e}",
+        )
+    return table

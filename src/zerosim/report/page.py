@@ -1,0 +1,170 @@
+"""The page: records in, one self-contained HTML file out, which opens offline.
+
+Owns the words of ``report.html`` and how its parts are put together; ``report_tables.py`` has
+the tables, ``page/`` the template, the style and the script that draws the charts and the step
+player. Computes nothing but units. Must not know the simulator.
+
+What comes from outside enters as the text of an element, which is escaped when the tree is
+written, or as JSON without any character that an HTML parser acts on. A policy in the page
+lets the browser run these scripts alone, and fetch nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+from xml.etree import ElementTree as Tree
+
+import msgspec
+from msgspec.structs import replace
+
+from zerosim.bands import MODEL_STATES, WIRES
+from zerosim.records.files import write_whole
+from zerosim.records.results import Results
+from zerosim.report import colors as palette
+from zerosim.report import trace
+from zerosim.report.page_tables import element, summary, tables, written
+
+SHOWN_FAILURES = 200
+_CLAIMS = {
+    "check one": "All schemes hold the same bits on all ranks, after every step.",
+    "check two": "Every byte and every FLOP is as predicted, on every rank, in every step and for every N.",
+}
+
+
+def page(results: Results) -> str:
+    """The whole page. Raises ModuleNotFoundError where plotly, whose script it carries, is not installed."""
+    from plotly.offline import get_plotlyjs
+
+    room = files("zerosim.report") / "assets"
+    style, script, template = (
+        (room / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "template.html")
+    )
+    # The parser reads line ends as line feeds, and it is the parser's text that the browser hashes.
+    scripts = [part.replace("\r\n", "\n").replace("\r", "\n") for part in (get_plotlyjs(), script)]
+    settings = results.settings
+    return Template(template).substitute(
+        policy=" ".join(map(_allowed, scripts)),
+        title=written(
+            element("title", f"zerosim: {results.n_params:,} parameters on {_some(settings.ranks, 'virtual GPU')}")
+        ),
+        style=style,
+        head=written(*_head(results)),
+        tables=written(*tables(results)),
+        foot=written(_foot(results)),
+        data=_inert(_data(results)),
+        plotly=scripts[0],
+        script=scripts[1],
+    )
+
+
+def save_page(results: Results, path: Path) -> None:
+    """Write ``report.html``, whole or not at all. OSError if that cannot be, ModuleNotFoundError without plotly."""
+    write_whole(path, page(results).encode())
+
+
+# -- for the script
+
+
+def _allowed(script: str) -> str:
+    """The policy's source expression for this very script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _inert(value: object) -> str:
+    """JSON in which an HTML parser finds no end of a script, no comment and no entity."""
+    text = msgspec.json.encode(value).decode()
+    return text.translate({ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
+
+
+def _data(results: Results) -> dict[str, Any]:
+    """What is drawn: records as they are, and the colours."""
+    return {
+        "settings": results.settings,
+        "parameters": results.n_params,
+        "itemsize": WIRES[results.settings.wire].itemsize,
+        "losses": {record.name: [step.loss for step in record.steps] for record in results.schemes},
+        "differences": results.differences,
+        "sweep": [replace(row, events=[]) for row in results.sweep],  # these are among the runs
+        "artefacts": results.artefacts,
+        "runs": list(_runs(results)),
+        "colours": {"bands": palette.BANDS, "schemes": palette.SCHEMES},
+        "states": MODEL_STATES,
+    }
+
+
+def _runs(results: Results) -> Iterator[dict[str, Any]]:
+    """What the player can replay: the events of a step, what they start from, and the peak that was recorded."""
+    ranks = results.settings.ranks
+    for record in results.schemes:
+        last = record.steps[-1] if record.steps and not record.death else None
+        yield {
+            "ranks": ranks,
+            "scheme": record.name,
+            "start": trace.start(record.steps[-1].resident if record.steps else {}, record.death),
+            "events": trace.until_death(record.events, record.death),
+            "peak": last.peak.total if last else None,
+            "death": record.death,
+        }
+    for row in results.sweep:
+        if row.ranks != ranks and row.events:
+            yield {
+                "ranks": row.ranks,
+                "scheme": row.scheme,
+                "start": row.resident_by_band,
+                "events": row.events,
+                "peak": row.peak,
+                "death": None,
+            }
+
+
+# -- the words above and below
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _head(results: Results) -> Iterator[Tree.Element]:
+    settings = results.settings
+    runs = f"{_some(settings.ranks, 'virtual GPU')}: {_some(settings.steps, 'step')}"
+    card = f", cards of {settings.capacity:,} B" if settings.capacity is not None else ""
+    yield element(
+        "p",
+        f"{results.n_params:,} parameters on {runs} of {_some(settings.batch, 'row')} per rank; data {settings.data}, "
+        f"precision {settings.precision}, wire {settings.wire}, ZeRO-3 gathers by the {settings.gather}{card}.",
+        class_="lead",
+    )
+    yield element("ul", *(_verdict(results, check) for check in _CLAIMS), class_="verdicts")
+    failed = results.failures
+    if failed:
+        shown = [element("li", str(failure)) for failure in failed[:SHOWN_FAILURES]]
+        if len(failed) > SHOWN_FAILURES:
+            shown.append(element("li", f"and {len(failed) - SHOWN_FAILURES:,} more, in results.json"))
+        yield element("ol", *shown, id="failures", class_="failures", tabindex="0", aria_label="Failures")
+    yield from summary(results)
+
+
+def _verdict(results: Results, check: str) -> Tree.Element:
+    """Whether a check holds, in words, with what it claims."""
+    claim, compared = _CLAIMS[check], len(results.differences)
+    if count := sum(failure.check == check for failure in results.failures):
+        return element("li", element("b", f"✗ {check} fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
+    word = f"✓ {check} holds"
+    if check == "check one":
+        claim = f"{claim} {_some(compared, 'comparison')}."
+    if nothing := results.nothing_compared(check):  # what holds of nothing is no finding
+        word, claim = f"– {check} has nothing to compare", f"{nothing[0].upper()}{nothing[1:]}."
+    return element("li", element("b", word), f" {claim}", class_="holds")
+
+
+def _foot(results: Results) -> Tree.Element:
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    seeds = f"data seed {results.settings.seed}, model seed {results.settings.model_seed}"
+    widths = "→".join(str(width) for width in results.settings.widths)
+    return element("p", f"Model {widths}; {seeds}. Run on {results.created}. {versions}.", id="provenance")

@@ -1,0 +1,259 @@
+"""The tables of the page, as trees of elements. Takes records; computes nothing but ratios and units.
+
+What comes from outside becomes the text of an element, which is escaped when the tree is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from xml.etree import ElementTree as Tree
+
+from zerosim.bands import WIRES
+from zerosim.ledger import Phase
+from zerosim.records.results import Results
+
+_CHECKED = "Bytes are per rank. A measured number that is not the predicted one is marked ≠."
+
+Cell = str | Tree.Element
+Side = tuple[str, Mapping[str, int], Mapping[str, int]]  # a scheme, what was measured and what was predicted
+
+
+# -- elements
+
+
+def element(tag: str, *children: Cell, **attributes: str) -> Tree.Element:
+    """An element with its text and children; ``class_`` is the attribute class, ``aria_label`` aria-label."""
+    element = Tree.Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
+    for child in children:
+        if isinstance(child, Tree.Element):
+            element.append(child)
+        elif len(element):
+            element[-1].tail = (element[-1].tail or "") + child
+        else:
+            element.text = (element.text or "") + child
+    return element
+
+
+def written(*elements: Tree.Element) -> str:
+    """The elements as HTML."""
+    return "\n".join(Tree.tostring(element, encoding="unicode", method="html") for element in elements)
+
+
+def table(
+    name: str, title: str, head: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell]], note: str = ""
+) -> list[Tree.Element]:
+    """A table with its title, to be scrolled sideways where it is wider than the screen; nothing if it has no rows.
+
+    ``head`` gives each column's group and name; neighbours of one group share its heading.
+    """
+    body = [
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+    ]
+    if not body:
+        return []
+    groups: list[tuple[str, int]] = []
+    for group, _ in head:
+        groups[-1:] = [(group, groups[-1][1] + 1)] if groups and groups[-1][0] == group else [*groups[-1:], (group, 1)]
+    lines = [element("tr", *(element("th", column, scope="col") for _, column in head))]
+    if any(group for group, _ in groups):
+        grouped = (element("th", group, scope="colgroup", colspan=str(span)) for group, span in groups)
+        lines.insert(0, element("tr", *grouped, class_="groups"))
+    table = element("table", element("thead", *lines), element("tbody", *body), id=name)
+    return [
+        element("h3", title),
+        element("div", table, class_="scroll", role="region", tabindex="0", aria_label=title),
+        *([element("p", note, class_="note")] if note else []),
+    ]
+
+
+def _count(measured: int, predicted: int) -> Cell:
+    """A measured count, marked where it is not what was predicted."""
+    return f"{measured:,}" if measured == predicted else element("b", f"≠ {measured:,}", class_="off")
+
+
+def _pairs(counts: Iterable[tuple[int, int]]) -> list[Cell]:
+    """Two cells for each (measured, predicted)."""
+    return [cell for measured, predicted in counts for cell in (_count(measured, predicted), f"{predicted:,}")]
+
+
+def _ratio(measured: int, predicted: int, unit: int) -> Cell:
+    text = f"{measured / unit:.4f}"
+    return text if measured == predicted else element("b", f"≠ {text}", class_="off")
+
+
+def _number(value: float, form: str) -> str:
+    """A loss or a difference, which need not be finite."""
+    return format(value, form) if math.isfinite(value) else str(value)
+
+
+# -- the tables
+
+
+def summary(results: Results) -> list[Tree.Element]:
+    """The table that comes first: a row for each scheme."""
+    P, unit = results.n_params, results.n_params * WIRES[results.settings.wire].itemsize
+    bases = [sum(record.steps[-1].resident.values()) for record in results.schemes[:1] if record.death is None]
+    rows: list[list[Cell]] = []
+    for record in results.schemes:
+        if death := record.death:
+            fate = f"out of memory: {death.asked:,} B of {death.band} {f'for {death.unit}' if death.unit else ''}"
+            rows.append([record.name, *["–"] * 7, element("span", fate.strip(), class_="fate")])
+            continue
+        step, expected = record.steps[-1], record.prediction
+        resident, sent = sum(step.resident.values()), step.sent()
+        rows.append([
+            record.name,
+            _ratio(resident, sum(expected.resident.values()), P),
+            f"{resident / bases[0]:.4f}" if bases else "–",
+            _ratio(step.peak_without_activations.total, sum(expected.peak_without_activations.values()), P),
+            _ratio(step.peak.total, sum(expected.peak.values()), P),
+            _count(sent, sum(sum(bands.values()) for bands in expected.traffic.values())),
+            f"{sent / unit:.4f}",
+            _number(step.loss, ".6f"),
+            element("span", "lives", class_="fate"),
+        ])  # fmt: skip
+    held, moved = "bytes per parameter, on each rank", "sent per rank and step"
+    head = [
+        ("", "scheme"), (held, "at rest"), (held, "× data parallel"), (held, "peak"), (held, "peak with activations"),
+        (moved, "bytes"), (moved, "in P"), ("", "final loss"), ("", "fate"),
+    ]  # fmt: skip
+    if not any(record.death for record in results.schemes):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    note = (
+        "P: all parameters once, in the wire’s dtype. A peak is the highest instant within a step; activations are "
+        "left out unless it says otherwise. All of it was measured; what is not as predicted is marked ≠."
+    )
+    return table("summary", "What each scheme holds and sends", head, rows, note)
+
+
+def tables(results: Results) -> Iterator[Tree.Element]:
+    """All other tables."""
+    yield from _alike(results)
+    living = results.survivors()
+    rest: list[Side] = [(record.name, step.resident, record.prediction.resident) for record, step in living]
+    peak: list[Side] = [(record.name, step.peak.by_band, record.prediction.peak) for record, step in living]
+    instants = "; ".join(f"{record.name}: {step.peak.phase}, {step.peak.unit or '–'}" for record, step in living)
+    yield from _bands("rest", "Bytes at rest, by band", rest, _CHECKED)
+    yield from _bands("peak", "Bytes at the peak’s instant, by band", peak, f"{_CHECKED} Reached in {instants}.")
+    yield from _traffic(results)
+    yield from _flops(results)
+    yield from _times(results)
+    yield from _sweep(results)
+    yield from _artefacts(results)
+
+
+def _alike(results: Results) -> list[Tree.Element]:
+    bands = list(dict.fromkeys(band for each in results.differences for band in each.differing))
+    rows: list[list[Cell]] = []
+    for step in dict.fromkeys(each.step for each in results.differences):
+        here = [each for each in results.differences if each.step == step]
+        row: list[Cell] = [str(step)]
+        for band in bands:
+            differing = sum(each.differing.get(band, 0) for each in here)
+            largest = _number(max(each.largest.get(band, 0.0) for each in here), ".2g")
+            row += [_count(differing, 0), largest if differing == 0 else element("b", largest, class_="off")]
+        losses = {_number(record.steps[step - 1].loss, ".6f") for record, _ in results.survivors()}
+        rows.append([*row, " or ".join(sorted(losses))])
+    head = [("", "step"), *((band, what) for band in bands for what in ("bits differ", "largest")), ("", "loss")]
+    note = (
+        "Elements whose bits differ between the schemes, over all ranks, and the largest difference; "
+        "each scheme against data parallel, and that against its own first rank."
+    )
+    return table("alike", "Check one: do all schemes hold the same?", head, rows, note)
+
+
+def _bands(name: str, title: str, sides: Sequence[Side], note: str) -> list[Tree.Element]:
+    """Bands down, schemes across."""
+    counts = {
+        band: [(got.get(band, 0), expected.get(band, 0)) for _, got, expected in sides]
+        for band in dict.fromkeys(band for _, *both in sides for side in both for band in side)
+    }
+    if counts:
+        counts["total"] = [(sum(got.values()), sum(expected.values())) for _, got, expected in sides]
+    rows = [[band, *_pairs(counted)] for band, counted in counts.items()]
+    head = [("", "band"), *((scheme, what) for scheme, _, _ in sides for what in ("measured", "predicted"))]
+    return table(name, title, head, rows, note)
+
+
+def _traffic(results: Results) -> list[Tree.Element]:
+    rows: list[list[Cell]] = []
+    for record, step in results.survivors():
+        for moved in step.traffic:
+            sent = max(moved.sent, default=0)
+            predicted = record.prediction.traffic.get(moved.collective, {}).get(moved.band, 0)
+            padding = f"{max(moved.padding, default=0):,}"
+            cells = _count(sent, predicted), f"{predicted:,}", padding, f"{moved.messages:,}"
+            rows.append([record.name, moved.collective, moved.band, *cells])
+    head = [("", each) for each in ("scheme", "collective", "of", "sent", "predicted", "of which padding", "messages")]
+    note = "The busiest rank’s; every rank’s was checked."
+    return table("sent", "Bytes that one rank sends per step", head, rows, note)
+
+
+def _flops(results: Results) -> list[Tree.Element]:
+    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+    rows = []
+    for record, step in results.survivors():
+        pairs = [(step.flops.get(phase, 0), record.prediction.flops.get(phase, 0)) for phase in phases]
+        rows.append([record.name, *_pairs(pairs)])
+    head = [("", "scheme"), *((str(phase), what) for phase in phases for what in ("measured", "predicted"))]
+    return table("flops", "FLOPs per rank and step", head, rows)
+
+
+def _times(results: Results) -> list[Tree.Element]:
+    phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION]
+    rows: list[list[Cell]] = []
+    for record, _ in results.survivors():
+        times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
+        medians = [1e3 * each[len(each) // 2] for each in times]
+        rows.append([
+            record.name, *(f"{each:.2f}" for each in medians), f"{sum(medians) / results.settings.ranks:.3f}",
+        ])  # fmt: skip
+    head = [("", each) for each in ("scheme", *phases, "sum per rank")]
+    note = "One process takes the turns of all ranks: milliseconds are the sum over the ranks, not parallel time."
+    return table("times", "Median milliseconds per step", head, rows, note)
+
+
+def _sweep(results: Results) -> list[Tree.Element]:
+    kinds = {
+        "at rest": "resident", "peak": "peak_without_activations", "peak with activations": "peak", "sent": "sent",
+    }  # fmt: skip
+    rows: list[list[Cell]] = []
+    for row in results.sweep:
+        cells: list[Cell] = []
+        for field in kinds.values():
+            measured, predicted = getattr(row, field), getattr(row, f"{field}_predicted")
+            cells += [_count(measured, predicted) if row.survives else "out of memory", f"{predicted:,}"]
+        rows.append([str(row.ranks), row.scheme, *cells])
+    head = [("", "N"), ("", "scheme"), *((kind, what) for kind in kinds for what in ("measured", "predicted"))]
+    return table(
+        "sweep", "The sweep over N: bytes per rank", head, rows, f"{_CHECKED} The first peak leaves activations out."
+    )
+
+
+def _artefacts(results: Results) -> list[Tree.Element]:
+    P, found = results.n_params, results.artefacts
+    rows: list[list[Cell]] = []
+    if gather := found.whole_model_gather:
+        held = gather.states + gather.gathered
+        text = (
+            f"{gather.states:,} B at rest + {gather.gathered:,} B gathered = {held:,} B, {held / P:.4f} B per "
+            f"parameter; ZeRO-2 rests at {gather.zero2_resident:,} B, {gather.zero2_resident / P:.4f}. "
+            f"Peak {gather.peak:,} B instead of {gather.peak_by_layer:,} B."
+        )
+        rows.append(["ZeRO-3 gathers the whole model at once", text])
+    if narrow := found.narrow_wire:
+        text = (
+            f"{narrow.sent:,} B sent instead of {narrow.sent_fp32:,} B; {narrow.gradient_differing:,} averaged "
+            f"gradients differ in the first step, by up to {_number(narrow.gradient_largest_relative, '.2e')} of "
+            f"the largest."
+        )
+        rows.append([f"blocks travel in {narrow.wire}, rounded at every hop", text])
+    for precision, drift in found.whole_model_bucket.items():
+        after = (
+            f"after step {step}: {drift.differing[step - 1]:,} parameters differ"
+            + (f", by up to {_number(drift.largest[step - 1], '.1e')}" if drift.differing[step - 1] else "")
+            for step in sorted({1, len(drift.differing)})
+        )
+        rows.append([f"one scheme’s bucket is the whole model ({precision})", "; ".join(after) + "."])
+    return table("artefacts", "What changes when a rule is broken on purpose", [("", "rule"), ("", "found")], rows)

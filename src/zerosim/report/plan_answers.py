@@ -1,0 +1,102 @@
+"""What a plan answers, in sentences: what fits, where, and what is to blame. Takes records; computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.markup import escape
+
+from zerosim.bands import Band
+from zerosim.records.plan import Instant, Nowhere, Plan, Question
+from zerosim.util import sizes
+
+HOW = {"at rest": "at rest", "peak": "at the peak"}
+REMEDIES = {
+    Band.ACTIVATIONS: "fewer rows or shorter sequences in a micro-batch, or --checkpoint full",
+    Band.GATHERED: "smaller units, or a shorter --prefetch",
+    Band.UNREDUCED: "smaller units",
+    Band.BLOCKS: "smaller units or a narrower --wire",
+    Band.BUCKET: "a smaller --bucket",
+}
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """What was searched for, and what is to blame, in sentences."""
+    question = plan.question
+    if question.memory:
+        numbers = []
+        for each in plan.smallest:
+            found = f"{each.ranks:,}" if each.ranks else f"none up to {each.limit:,}" if each.limit > 1 else "none"
+            numbers.append(f"{each.name} {found} ({each.states_alone or 'none'})")
+        yield f"[bold]smallest N that fits[/] (by model states alone): {', '.join(numbers)}"
+        for ranks in question.asked:
+            yield from _at(plan, ranks)
+    else:
+        yield "Whether it fits, and where, takes a card: --memory 80GB, or --card."
+    for ranks in question.asked:
+        for cell in plan.at(ranks)[-1:]:
+            most = ", ".join(f"{unit} {size(question, nbytes)}" for unit, nbytes in cell.peak.by_unit.items())
+            yield escape(
+                f"to blame at the peak of {cell.name} on {ranks:,} ({instant(cell.peak)}): {cell.peak.largest}, "
+                f"{size(question, cell.peak.by_band[cell.peak.largest])}; what comes and goes is of {most}"
+            )
+    for odd in plan.oddities:
+        more = size(question, odd.more)
+        yield (
+            f"[yellow]{odd.higher} takes more than {odd.lower} {HOW[odd.quantity]}[/]: {more} more; "
+            f"{'the cause is' if odd.band_more >= odd.more else 'what grew most is'} {odd.band}, "
+            f"{size(question, odd.band_more)} more"
+        )
+    if plan.nowhere:
+        yield _nowhere(question, plan.nowhere)
+
+
+def _at(plan: Plan, ranks: int) -> Iterator[str]:
+    question = plan.question
+    lowest = plan.lowest(ranks)
+    if lowest is not None and lowest.room is not None:
+        room = size(question, lowest.room)
+        yield f"[bold]lowest stage that fits on {ranks:,}[/]: {lowest.name}, with {room} to spare"
+    else:
+        yield f"[bold red]no stage fits on {ranks:,}[/]"
+    rows = [
+        f"{each.name} {'≥ ' if each.at_least else ''}{each.micro_batch or 'none'}"
+        for each in plan.largest
+        if each.ranks == ranks
+    ]
+    if rows:
+        yield f"[bold]largest micro-batch on {ranks:,}[/]: {', '.join(rows)}"
+    for cell in plan.at(ranks):
+        if cell.shortage:
+            held = sum(cell.shortage.held.values())
+            yield escape(
+                f"  {cell.name} runs out at {cell.shortage.unit or 'the start'}: {cell.shortage.band} of "
+                f"{size(question, cell.shortage.asked)}, with {size(question, held)} held"
+            )
+
+
+def _nowhere(question: Question, nowhere: Nowhere) -> str:
+    """Why no number of GPUs helps, and what would."""
+    peak = nowhere.peak
+    alone = peak.by_unit.get(peak.unit, 0)
+    blame = f"most of it is {peak.largest}, {sizes.both(peak.by_band[peak.largest])}"
+    if alone > (question.memory or 0):
+        blame = f"{peak.unit} alone takes {sizes.both(alone)} then, and {blame}"
+    remedy = REMEDIES.get(Band(peak.largest), "a smaller model")
+    return (
+        f"[bold red]no N fits[/]: {nowhere.name} on {nowhere.ranks:,} still peaks at {sizes.both(peak.total)} "
+        f"({escape(instant(peak))}); {escape(blame)}. The smallest card that would do has "
+        f"{peak.total:,} bytes, {sizes.both(peak.total, 4)}. What would help: {remedy}."
+    )
+
+
+def instant(peak: Instant) -> str:
+    """When it is, and for which unit; the loss, between forward and backward, is both."""
+    if peak.phase == "other":
+        return peak.unit or "between steps"
+    return f"{peak.phase}, {peak.unit}" if peak.unit else peak.phase
+
+
+def size(question: Question, nbytes: int) -> str:
+    """Bytes in the kind of unit that the card was given in."""
+    return sizes.text(nbytes, binary=question.binary)

@@ -1,0 +1,274 @@
+"""A plan as tables and sentences in a terminal. Takes records; computes nothing but ratios and units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zerosim.bands import Band
+from zerosim.records.plan import Cell, Cluster, Estimate, Network, Plan, Question, Rung
+from zerosim.report import plan_answers as answers
+from zerosim.report.tables import number_table
+from zerosim.util import sizes
+
+WIDTH = 118  # where there is no terminal to ask
+UNITS_LISTED = 7
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
+
+
+def show(plan: Plan, console: Console | None = None, *, estimates: bool = False) -> None:
+    """Print what was found: the tables first, then the answers in words."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(file=console.file, highlight=False, width=WIDTH)
+    question = plan.question
+    console.print()
+    for line in _heading(plan):
+        console.print(line)
+    tables = [_overview(plan)]
+    for ranks in question.asked:
+        tables += [_bands(plan, ranks), _traffic(plan, ranks), _times(plan, ranks)]
+    if plan.ladder:
+        tables.append(_ladder(plan))
+    for table in tables:
+        if table.row_count:
+            console.print()
+            console.print(table)
+    if estimates:
+        console.print()
+        for rule in plan.why:
+            console.print(f"{question.convention}: {escape(rule)}")
+        for rule in plan.left_out:
+            console.print(f"[dim]not counted: {escape(rule)}[/]")
+        for ranks in question.asked:
+            _estimates(plan, ranks, console)
+    console.print()
+    for line in answers.lines(plan):
+        console.print(line)
+
+
+def _heading(plan: Plan) -> Iterator[str]:
+    model, question = plan.model, plan.question
+    parts = ""
+    if model.frozen:
+        parts += f", of which {model.trainable:,} are trained"
+    if model.buffers:
+        parts += f"; and {model.buffers:,} elements of buffers"
+    yield f"[bold]{escape(model.name)}: {model.params:,} parameters[/]{parts}"
+    units = [
+        f"{f'{unit.count} × ' if unit.count > 1 else ''}{unit.params:,} ({escape(unit.name)})"
+        for unit in model.units
+        if unit.params
+    ]
+    if len(units) > UNITS_LISTED:
+        units = [f"{len(units)} kinds, the largest of {max(unit.params for unit in model.units):,}"]
+    yield f"units by their parameters: {', '.join(units)}"
+    rows = f"micro-batch of {question.micro_batch:,} row{'s' if question.micro_batch > 1 else ''}"
+    rows += f" of {model.sequence:,} token{'s' if model.sequence > 1 else ''}" if model.sequence else ""
+    yield ", ".join(
+        [
+            rows,
+            f"{question.accumulate} of them a step" if question.accumulate > 1 else "one a step",
+            f"checkpointing {question.checkpoint}",
+            f"optimizer {question.optimizer}",
+            f"convention {question.convention}",
+            f"precision {plan.precision}",
+        ]
+    )
+    if question.memory:
+        yield f"card: {f'{question.card}, ' if question.card else ''}{sizes.both(question.memory)}"
+    for note in model.notes:
+        yield f"[dim]{escape(note)}[/]"
+
+
+def _overview(plan: Plan) -> Table:
+    question = plan.question
+    table = number_table(
+        "Per GPU: at rest, at the peak of a step, and sent in a step",
+        "N", "stage", "at rest", "peak", "room", "the peak is in", "mostly", "sent",
+    )  # fmt: skip
+    for column in (1, 5, 6):
+        table.columns[column].justify = "left"
+    for ranks in question.gpus:
+        for index, cell in enumerate(plan.at(ranks)):
+            largest = cell.peak.largest
+            share = cell.peak.by_band.get(largest, 0) / max(1, cell.peak.total)
+            table.add_row(
+                f"{ranks:,}" if not index else "",
+                cell.name,
+                answers.size(question, cell.at_rest),
+                answers.size(question, cell.peak.total),
+                _room(question, cell),
+                escape(answers.instant(cell.peak)),
+                f"{largest} {share:.0%}",
+                answers.size(question, cell.sent),
+            )
+        table.add_section()
+    if not question.memory:
+        table.columns.pop(4)
+    return table
+
+
+def _cluster(cluster: Cluster, network: Network) -> str:
+    given = any(value is not None for name, value in msgspec.structs.asdict(network).items() if name != "efficiency")
+    rest = "what was not given is " if given else ""
+    return (
+        f"{cluster.peak / 1e12:,.4g} TFLOP/s ({cluster.dtype}) × {cluster.efficiency:g}; "
+        f"{cluster.within / 1e9:,.4g} GB/s within a node of {cluster.node}, "
+        f"{cluster.between / 1e9:,.4g} GB/s between nodes; {cluster.hop_within * 1e6:,.4g} and "
+        f"{cluster.hop_between * 1e6:,.4g} µs a hop; {rest}as of the {cluster.card}"
+        f"{', for want of a --card' if cluster.assumed else ''}. Overlap hides no more than the schedule lets it: "
+        "ZeRO-3 gathers as far ahead as --prefetch says."
+    )
+
+
+def _times(plan: Plan, ranks: int) -> Table:
+    cluster = plan.cluster
+    table = number_table(
+        f"The least time of a step over rings, a bound and no forecast, N = {ranks:,}",
+        "stage", "computing", "sending", "without overlap", "with overlap", "bound by",
+        caption=_cluster(cluster, plan.question.network) if cluster else "",
+    )  # fmt: skip
+    table.columns[5].justify = "left"
+    for cell in plan.at(ranks):
+        if (time := cell.time) is not None:
+            table.add_row(
+                cell.name,
+                _seconds(time.compute),
+                _seconds(time.bandwidth + time.latency),
+                _seconds(time.serial),
+                _seconds(time.overlapped),
+                time.binding,
+            )
+    return table
+
+
+def _room(question: Question, cell: Cell) -> str:
+    if cell.room is None:
+        return ""
+    return (
+        f"[green]{answers.size(question, cell.room)}[/]"
+        if cell.fits
+        else f"[red]{answers.size(question, cell.room)}[/]"
+    )
+
+
+def _seconds(value: float) -> str:
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if value * factor >= 1 or unit == "µs":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def _bands(plan: Plan, ranks: int) -> Table:
+    cells = plan.at(ranks)
+    table = number_table(
+        f"At the peak by band (at rest in brackets), N = {ranks:,}", "band", *(cell.name for cell in cells)
+    )
+    question = plan.question
+    for band in Band:
+        if any(band in cell.peak.by_band or band in cell.resident for cell in cells):
+            row = []
+            for cell in cells:
+                peak, rest = cell.peak.by_band.get(band, 0), cell.resident.get(band, 0)
+                text = answers.size(question, peak) if peak else "–"
+                row.append(f"{text} ({answers.size(question, rest)})" if rest else text)
+            table.add_row(str(band), *row)
+    table.add_section()
+    table.add_row("in all", *(sizes.text(cell.peak.total, digits=4) for cell in cells))
+    table.add_row("", *(sizes.text(cell.peak.total, binary=True, digits=4) for cell in cells))
+    return table
+
+
+def _traffic(plan: Plan, ranks: int) -> Table:
+    cells = plan.at(ranks)
+    table = number_table(f"Sent by each GPU in a step, N = {ranks:,}", "collective", *(cell.name for cell in cells))
+    keys = dict.fromkeys((moved.collective, moved.band) for cell in cells for moved in cell.traffic)
+    for collective, band in sorted(keys, key=lambda key: (COLLECTIVES.index(key[0]), key[1])):
+        sent = [
+            sum(moved.sent for moved in cell.traffic if (moved.collective, moved.band) == (collective, band))
+            for cell in cells
+        ]
+        table.add_row(f"{collective} of {band}", *(answers.size(plan.question, each) if each else "–" for each in sent))
+    if len(keys) > 1:
+        table.add_section()
+        table.add_row("in all", *(answers.size(plan.question, cell.sent) for cell in cells))
+    return table
+
+
+def _ladder(plan: Plan) -> Table:
+    assert plan.ladder is not None
+    question = plan.question
+    table = number_table(
+        f"The ladder: the largest {plan.ladder.family} that fits on N such cards",
+        "N", "stage", "parameters", "model", "peak", "mostly",
+        caption=plan.ladder.about,
+    )  # fmt: skip
+    table.columns[1].justify = table.columns[3].justify = table.columns[5].justify = "left"
+    last = None
+    for rung in plan.ladder.rungs:
+        if last not in (None, rung.ranks):
+            table.add_section()
+        table.add_row(f"{rung.ranks:,}" if rung.ranks != last else "", rung.name, *_rung(question, rung))
+        last = rung.ranks
+    return table
+
+
+def _rung(question: Question, rung: Rung) -> list[str]:
+    if rung.peak is None:
+        return ["none", "", "", ""]
+    count = f"{'≥ ' if rung.at_least else ''}{rung.params:,}"
+    return [count, rung.shape, answers.size(question, rung.peak.total), rung.peak.largest]
+
+
+def _differs(estimate: Estimate) -> bool:
+    """By more than padding."""
+    return 1000 * abs(estimate.nbytes - estimate.ours) > estimate.ours
+
+
+def _estimate(question: Question, estimate: Estimate) -> str:
+    text = f"{answers.size(question, estimate.nbytes)}\n[dim]{estimate.formula}[/]"
+    if _differs(estimate):
+        band = max(estimate.beside, key=lambda band: abs(estimate.beside[band]))
+        sign = "+" if estimate.beside[band] > 0 else ""
+        text += f"\n[dim]{sign}{answers.size(question, estimate.beside[band])} {band}[/]"
+    return text
+
+
+def _granted(plan: Plan) -> str:
+    """What the formulas take for granted and the question does not."""
+    asked = [f"optimizer {plan.question.optimizer}"] if plan.question.optimizer != "adam" else []
+    if plan.model.frozen:
+        asked.append(f"{plan.model.frozen:,} parameters frozen")
+    return f"All take for granted Adam, and every parameter trained; asked was {', '.join(asked)}." if asked else ""
+
+
+def _estimates(plan: Plan, ranks: int, console: Console) -> None:
+    """The formulas by stage, and below them the reasons, each once."""
+    cells = plan.at(ranks)
+    here = [each for each in plan.estimates if each.ranks == ranks]
+    table = number_table(
+        f"What well-known estimators say of the same question, N = {ranks:,}", "", *(cell.name for cell in cells),
+        caption="P parameters, N ranks, L those of the largest module, U of the largest unit. Below a formula that is "
+        f"more than a thousandth off our ledger at rest, the band that differs most. {_granted(plan)}",
+    )  # fmt: skip
+    whys: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys(each.name for each in here):
+        row = []
+        for cell in cells:
+            found = next((each for each in here if (each.name, each.stage) == (name, cell.stage)), None)
+            row.append(_estimate(plan.question, found) if found else "–")
+            if found and _differs(found):
+                whys.setdefault((name, found.why), []).append(cell.name)
+        table.add_row(name, *row)
+    table.add_section()
+    table.add_row("our ledger, at rest", *(answers.size(plan.question, cell.at_rest) for cell in cells))
+    table.add_row("our ledger, at the peak", *(answers.size(plan.question, cell.peak.total) for cell in cells))
+    console.print()
+    console.print(table)
+    for (name, why), stages in whys.items():
+        console.print(f"[dim]{escape(name)} ({', '.join(stages)}): {escape(why)}.[/]")

@@ -1,0 +1,160 @@
+"""The trace: a lab run's events in the Chrome trace format, which Perfetto and chrome://tracing open.
+
+Owns that format, and what a log of events starts from and ends with. Takes records, computes
+nothing but units. Must not know the simulator.
+
+Ranks are processes, compute and communication their two threads, memory their counters: one
+of the total and one with a series for each band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from zerosim.bands import MODEL_STATES
+from zerosim.records.files import write_whole
+from zerosim.records.results import Death, EventRecord, Results, SchemeRecord
+
+SHOWN_RANKS = 64  # of each scheme: all ranks do the same at the same time, and a viewer has its limits
+TRACKS = ("compute", "communication")
+Entry = dict[str, Any]
+
+
+def trace(results: Results) -> dict[str, Any]:
+    """The last step of every scheme: the object that ``trace.json`` holds."""
+    ranks = results.settings.ranks
+    shown = min(ranks, SHOWN_RANKS)
+    entries: list[Entry] = []
+    for position, record in enumerate(results.schemes):
+        events = list(_timed(record))
+        for rank in range(shown):
+            # No process may be 0, which is the idle one, and no two processes share a thread.
+            process = position * shown + rank + 1
+            threads = {track: 2 * process + index for index, track in enumerate(TRACKS)}
+            entries += _names(process, threads, f"{record.name}, rank {rank}")
+            entries += ({**entry, "pid": process, "tid": threads[track]} for track, entry in events)
+    return {
+        "traceEvents": entries,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "what": "the last step of each scheme, from its first event on; bytes are per rank",
+            "clock": "wall time of one process that takes the turns of all ranks: not parallel time",
+            "ranks": ranks,
+            "ranks shown": shown,
+            "ranks left out": f"{ranks - shown} of each scheme: every rank does the same at the same time",
+            "created": results.created,
+            "versions": results.versions,
+        },
+    }
+
+
+def save_trace(results: Results, path: Path) -> None:
+    """Write ``trace.json``, whole or not at all. OSError if that cannot be."""
+    write_whole(path, msgspec.json.encode(trace(results)) + b"\n")
+
+
+# -- the log, from where it starts to where it ends
+
+
+def start(resident: Mapping[str, int], death: Death | None) -> dict[str, int]:
+    """Bytes by band that a rank held before the first event of its log.
+
+    A step starts from where the one before ended, at rest. Where there was none, the model
+    states are all there was: what else was held at death, the events brought.
+    """
+    if resident or death is None:
+        return dict(resident)
+    return {band: death.held[band] for band in MODEL_STATES if band in death.held}
+
+
+def until_death(events: Sequence[EventRecord], death: Death | None) -> list[EventRecord]:
+    """A log without what was given back after the run had ended for want of memory."""
+    if death is None:
+        return list(events)
+    held = sum(death.held.values())
+    return list(events[: max((number for number, event in enumerate(events, 1) if event.held == held), default=0)])
+
+
+# -- entries
+
+
+class _Span(NamedTuple):
+    """A piece of work: its track, the second at which it began and the event that ended it."""
+
+    track: Literal["compute", "communication"]
+    begin: float
+    end: EventRecord
+
+
+def _spans(events: Sequence[EventRecord]) -> Iterator[_Span]:
+    """What was computed and sent, in order.
+
+    The log says when a piece of work was done. It began with the first event of its phase
+    since the piece before; if it is itself the first, then with the event before it.
+    """
+    phase, begin, before = "", 0.0, 0.0
+    for event in events:
+        if event.phase != phase:
+            phase = event.phase
+            begin = event.seconds if event.kind in ("hold", "free") else before
+        if event.kind in ("compute", "send"):
+            yield _Span("compute" if event.kind == "compute" else "communication", begin, event)
+            begin = event.seconds
+        before = event.seconds
+
+
+def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
+    """Every entry that has a time, with its track, in order of time; the same for every rank."""
+    resident = record.steps[-1].resident if record.steps else {}
+    events = until_death(record.events, record.death)
+    pieces: list[tuple[float, str, Entry]] = [
+        (seconds, "compute", entry) for seconds, entry in _memory(start(resident, record.death), events)
+    ]
+    for span in _spans(events):
+        category = {"name": f"{span.end.name} {span.end.unit}".strip(), "cat": span.track}
+        arguments: Entry = {"unit": span.end.unit, "phase": span.end.phase}
+        if span.track == "communication":
+            arguments |= {"bytes sent": span.end.nbytes}
+        pieces.append((span.begin, span.track, {"ph": "B", **category, "args": arguments}))
+        pieces.append((span.end.seconds, span.track, {"ph": "E", **category}))
+    if record.death:
+        death = record.death
+        label = f"out of memory: {death.asked} B of {death.band} asked {f'for {death.unit}' if death.unit else ''}"
+        last = events[-1].seconds if events else 0.0
+        pieces.append((last, "compute", {"ph": "i", "s": "p", "name": label.strip(), "cat": "memory"}))
+    # The sort is stable, so that of two entries of one instant the one that ends comes before the one that begins.
+    for seconds, track, entry in sorted(pieces, key=lambda piece: piece[0]):
+        yield track, {"ts": round(seconds * 1e6, 3), **entry}
+
+
+def _memory(held: dict[str, int], events: Sequence[EventRecord]) -> Iterator[tuple[float, Entry]]:
+    """The counters before the first event, and after each that changes them: by band, and the total as recorded."""
+    bands = dict.fromkeys([*held, *(event.name for event in events if event.kind in ("hold", "free"))])
+    levels = {band: held.get(band, 0) for band in bands}
+
+    def counters(seconds: float, total: int) -> Iterator[tuple[float, Entry]]:
+        yield seconds, {"ph": "C", "name": "held, B", "cat": "memory", "args": {"total": total}}
+        yield seconds, {"ph": "C", "name": "held by band, B", "cat": "memory", "args": dict(levels)}
+
+    yield from counters(0.0, sum(levels.values()))
+    for event in events:
+        if event.kind in ("hold", "free"):
+            levels[event.name] += event.nbytes if event.kind == "hold" else -event.nbytes
+            yield from counters(event.seconds, event.held)
+
+
+def _names(process: int, threads: Mapping[str, int], name: str) -> Iterator[Entry]:
+    """Metadata: what the process and its threads are called, and where they stand."""
+
+    def named(what: str, thread: int, **arguments: object) -> Entry:
+        return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": arguments}
+
+    yield named("process_name", threads["compute"], name=name)
+    yield named("process_sort_index", threads["compute"], sort_index=process)
+    for index, (track, thread) in enumerate(threads.items()):
+        yield named("thread_name", thread, name=track)
+        yield named("thread_sort_index", thread, sort_index=index)

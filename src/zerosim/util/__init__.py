@@ -1,0 +1,1 @@
+"""Casts, sizes, and other small tools that know nothing of training."""

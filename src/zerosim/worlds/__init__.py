@@ -1,0 +1,1 @@
+"""Where the schedule runs: all ranks in one process, shapes alone, real processes."""

@@ -1,0 +1,84 @@
+"""The dry world: shapes and dtypes in place of arrays, and one rank that stands for all.
+
+Owns ``DryRing``, N ranks of which one lives here, and ``Shapes``, a model whose parameters and
+batches are ``DryArray``s. The schedule, the collectives and the ledger that run on them are the
+same as everywhere, so what is counted is counted where it happens; only nothing is allocated.
+Must not know the schedule, bands or the ledger, and none of those knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from jaxtyping import Float, Shaped
+
+from zerosim import options as preflight
+from zerosim.bands import FP32, Array, DType
+from zerosim.layers import Group, Layer, Workspace
+from zerosim.model import MLP
+from zerosim.worlds.dry_array import DryArray
+
+__all__ = ["DryArray", "DryRing", "Shapes"]
+
+
+class DryRing:
+    """N ranks, of which rank 0 lives in this process: every rank does what it does."""
+
+    def __init__(self, size: int) -> None:
+        preflight.positive_int("DryRing", "size", size)
+        self.size, self.ids = int(size), range(1)
+        self._buffer: Array | None = None
+        self._pieces: list[tuple[slice, Array]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        return cast("Array", DryArray(shape, dtype))
+
+    def shift(self, block: Shaped[Array, "1 C"], spare: Shaped[Array, "1 C"]) -> Shaped[Array, "1 C"]:
+        """What a neighbour hands over is like what one hands on oneself."""
+        return cast("Array", cast("DryArray", block).frozen())
+
+    def chunks(self, buffer: Shaped[Array, "1 L"], hop: int) -> list[tuple[slice, Array]]:
+        if buffer is not self._buffer:  # all its chunks are alike
+            self._buffer, self._pieces = buffer, [(slice(None), buffer.reshape(self.size, -1)[:1])]
+        return self._pieces
+
+
+class Shapes:
+    """``model`` without values: the same layers, loss and sizes; parameters and batches are shapes."""
+
+    def __init__(self, model: MLP) -> None:
+        preflight.instance_of("Shapes", "model", model, MLP)
+        self.model = model
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        return self.model.layers
+
+    @property
+    def n_params(self) -> int:
+        return self.model.n_params
+
+    def initial(self) -> Float[Array, "P"]:
+        return cast("Array", DryArray((self.n_params,), FP32))
+
+    def buffer(self, group: Group) -> Array:
+        return self.model.buffer(group)
+
+    def batch(self, rows: int) -> list[tuple[DryArray, DryArray]]:
+        """What ``Scheme.step`` takes: (x [rows, I], y [rows, O]) for the one rank of this process."""
+        preflight.positive_int("Shapes.batch", "rows", rows)
+        return [(DryArray((int(rows), self.model.widths[0]), FP32), DryArray((int(rows), self.model.widths[-1]), FP32))]
+
+    def check(
+        self, batch: Sequence[tuple[Array, Array]], ranks: int
+    ) -> tuple[Float[Array, "R B I"], Float[Array, "R B O"]]:
+        """One (x [B, I], y [B, O]) of float32 per rank, B the same everywhere; with values or without."""
+        preflight.check_layout(batch, ranks, self.model.widths[0], self.model.widths[-1])
+        x, y = (cast("Array", DryArray((ranks, *array.shape), array.dtype)) for array in batch[0])
+        return x, y
+
+    def loss(
+        self, y: Float[Array, "R B O"], target: Float[Array, "R B O"], work: Workspace
+    ) -> tuple[Float[Array, "R"], Float[Array, "R B O"]]:
+        return self.model.loss(y, target, work)
