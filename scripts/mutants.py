@@ -39,15 +39,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src/zerosim")
 # For each module the tests that are asked, the quickest to notice first.
 TESTS: dict[str, tuple[str, ...]] = {
-    "comm": ("comm", "mutants", "options", "traffic", "schemes", "memory"),
-    "ranks": ("ranks", "mutants", "schemes", "options", "memory"),
-    "ledger": ("ledger", "mutants", "schemes", "options", "memory", "traffic"),
-    "theory": ("theory", "mutants", "memory", "traffic"),
-    "optimizer": ("optimizer", "mutants", "options", "schemes"),
-    "schemes": ("schemes", "mutants", "options", "memory", "traffic", "preflight", "properties"),
-    "buckets": ("schemes", "mutants", "options", "memory", "traffic"),
-    "gradients": ("options", "mutants", "schemes", "memory", "traffic", "properties"),
-    "parameters": ("options", "mutants", "schemes", "memory", "traffic", "properties"),
+    "comm": ("comm", "survivors", "options", "traffic", "schemes", "memory"),
+    "ranks": ("ranks", "survivors", "schemes", "options", "memory"),
+    "ledger": ("ledger", "survivors", "schemes", "options", "memory", "traffic"),
+    "theory": ("theory", "survivors", "memory", "traffic"),
+    "optimizer": ("optimizer", "survivors", "options", "schemes"),
+    "schemes": ("schemes", "survivors", "options", "memory", "traffic", "refusals", "properties"),
+    "buckets": ("schemes", "survivors", "options", "memory", "traffic"),
+    "gradients": ("options", "survivors", "schemes", "memory", "traffic", "properties"),
+    "parameters": ("options", "survivors", "schemes", "memory", "traffic", "properties"),
 }
 MODULES = ["comm", "ranks", "ledger", "theory", "optimizer", "schemes"]  # unless others are named
 QUIETLY = ["-x", "-q", "-pno:cacheprovider", "-pno:xdist", "-Wignore::pytest.PytestAssertRewriteWarning"]

@@ -29,7 +29,7 @@ from zerosim.records.results import Results
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recorded"
-LLAMA = "tests/configs/llama-3.1-8b.json"
+LLAMA = "tests/planner/configs/llama-3.1-8b.json"
 
 Found = Results | Corroboration | Plan
 

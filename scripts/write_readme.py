@@ -113,7 +113,7 @@ def names() -> dict[str, Any]:
         "fp16_digits": np.finfo(FP16).nmant + 1,
         "card_bytes": CARD,
         "frame": FRAME,
-        "planted": len(tomllib.loads((ROOT / "tests" / "faults.toml").read_text())["fault"]),
+        "planted": len(tomllib.loads((ROOT / "tests" / "checks" / "faults.toml").read_text())["fault"]),
         "mutants": mutants(),
         "torchtitan": TORCHTITAN,
         "reserved": f"{float(TORCHTITAN / 2**30)} GiB",

@@ -14,7 +14,9 @@ from jaxtyping import Shaped
 
 from zerosim.bands import Array, Band
 from zerosim.layers import Chain, Group, Layer, Model, Role
+from zerosim.options import Options, Padding
 from zerosim.ranks import Ranks
+from zerosim.stages import Stage
 from zerosim.util.casts import convert
 
 COPIES = (Band.PARAMS, Band.MASTER)  # states that start as the parameters; the rest start at zero
@@ -67,7 +69,7 @@ def _by_rows(group: Group, ranks: int) -> int:
 
 
 # How many elements a group of parameters takes up on N ranks.
-PADDINGS: Mapping[str, Callable[[Group, int], int]] = {
+PADDINGS: Mapping[Padding, Callable[[Group, int], int]] = {
     "N": _to_multiples,
     "each": lambda group, ranks: sum(-(-prod(shape) // ranks) * ranks for shape in group.shapes),  # DeepSpeed's stage 3
     "2N": lambda group, ranks: _to_multiples(group, 2 * ranks),  # DeepSpeed's alignment for NCCL
@@ -105,37 +107,31 @@ def distinct(layers: Sequence[Layer]) -> list[Group]:
 
 
 def build(
-    model: Model,
-    groups: Sequence[Group],
-    padding: str,
-    world_size: int,
-    states: Callable[[Group], Sequence[Band]],
-    shards: Callable[[Band], bool],
-    ranks: Ranks,
+    model: Model, groups: Sequence[Group], options: Options, world_size: int, row: Stage, ranks: Ranks
 ) -> Iterator[Bucket]:
     """A bucket per group, its states allocated and filled: parameters from the model, the rest with zeros.
 
-    ``states`` says which states a group has, ``shards`` of which of them a rank holds only the
-    chunk that it owns.
+    Of the states that ``row`` shards a rank holds only the chunk that it owns.
     """
     initial, start = model.initial(), 0
     for group in groups:
         if group.role is Role.BUFFER:
-            held = ranks.hold(Band.BUFFERS, (group.size,), group.name, group.dtype)
-            held[...] = model.buffer(group)
-            yield Bucket(group, group.size, group.size, {Band.BUFFERS: held})
+            buffer = ranks.hold(Band.BUFFERS, (group.size,), group.name, group.dtype)
+            buffer[...] = model.buffer(group)
+            yield Bucket(group, group.size, group.size, {Band.BUFFERS: buffer})
             continue
         if group.size == 0:
-            raise ValueError(f"Scheme(model): {group.name} has no elements, and nothing to share. Leave it out.")
-        padded = PADDINGS[padding](group, world_size)
+            raise ValueError(f"Scheme(model): {group.name} has no elements: nothing to shard. Leave it out.")
+        padded = PADDINGS[options.padding](group, world_size)
         chunk = padded // world_size
         whole = np.empty_like(initial, shape=(padded,))
         whole[: group.size] = initial[start : start + group.size]
         whole[group.size :] = 0
         start += group.size
         filled: dict[Band, Array] = {}
-        for band in states(group):
-            filled[band] = state = ranks.hold(band, (chunk if shards(band) else padded,), group.name)
+        for band in options.states if group.role is Role.TRAINABLE else (Band.PARAMS,):
+            length = padded // row.pieces(band, world_size)
+            filled[band] = state = ranks.hold(band, (length,), group.name)
             _fill(state, whole if band in COPIES else None, ranks.ids, chunk)
         yield Bucket(group, chunk, padded, filled)
 

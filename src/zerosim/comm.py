@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -28,42 +27,24 @@ from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
 from zerosim.ledger import Counts, Ledger, Traffic
+from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
-
-_REGISTER = 65_536  # elements, of all ranks here together, that are cast before they are added
 
 Pieces = list[tuple[slice, Array]]  # rows of a block in flight, and what belongs to them
 Hop = Callable[[Array, Array, int], Array]
 
 
 @runtime_checkable
-class Blocks(Protocol):
-    """Where the ring's blocks come from and go back to."""
-
-    unit: str
-
-    def hold(self, *shape: int) -> Array: ...
-
-    def free(self, array: Array) -> None: ...
-
-
-@runtime_checkable
 class Ring(Protocol):
     """A world of ranks: N of them in all, R of them in this process.
 
-    A block in flight is [R, C]. Which rank a row of it is at is the ring's own affair;
-    ``chunks`` gives the ranks' data in the same order, so that row meets row.
+    ``size`` is N and ``ids`` are the ranks that live here, consecutive. A block in flight is [R, C].
+    Which rank a row of it is at is the ring's own affair; ``chunks`` gives the ranks' data in the
+    same order, so that row meets row.
     """
 
-    @property
-    def size(self) -> int:
-        """N, the world size."""
-        ...
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """The ranks that live in this process, consecutive."""
-        ...
+    size: int
+    ids: Sequence[int]
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """An array of this world, contents undefined."""
@@ -82,6 +63,12 @@ class Ring(Protocol):
         with the rows of a block in flight that they belong to."""
         ...
 
+    def summands(self, buffer: Shaped[Array, "R L"], wire: DType) -> Iterator[Pieces]:
+        """Each rank's chunks r+1, ..., r+N of ``buffer``, in the wire's dtype: the order in which they are added."""
+        for hop in range(1, self.size + 1):
+            pieces = self.chunks(buffer, hop)
+            yield pieces if wire == buffer.dtype else [(rows, _cast(chunk, wire)) for rows, chunk in pieces]
+
 
 class Comm:
     """The collectives of one process's ranks.
@@ -91,7 +78,7 @@ class Comm:
     in flight, one going and one coming; ``ledger`` is told of every hop.
     """
 
-    def __init__(self, ring: Ring, wire: DType, blocks: Blocks, ledger: Ledger) -> None:
+    def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
         self.ring, self.wire, self.blocks, self.ledger = ring, wire, blocks, ledger
 
     def own(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
@@ -124,7 +111,7 @@ class Comm:
         ``out`` may be that chunk of ``buffer`` [R, N*C] itself. Nothing else of ``buffer`` changes.
         """
         with self._flight(buffer, size, name, band, unit) as (block, spare, hop):
-            summands = self._summands(buffer)
+            summands = self.ring.summands(buffer, self.wire)
             for rows, mine in next(summands):
                 block[rows] = mine
             for sent, pieces in enumerate(summands, start=1):
@@ -205,55 +192,6 @@ class Comm:
 
         return hop
 
-    def _summands(self, buffer: Array) -> Iterator[Pieces]:
-        """Each rank's chunks r+1, r+2, ..., r+N, in the wire's dtype, in the order in which they are added.
-
-        Those that need a cast are copied first, several hops' at a time, into a register of bounded
-        size: a cast has a fixed cost, and chunks are small where ranks are many. So are short chunks
-        of several ranks, which lie far apart: a copy and then a sum are faster than a sum in strides.
-        """
-        n, rows, same = self.ring.size, len(self.ring.ids), self.wire == buffer.dtype
-        shape = rows, buffer.shape[1] // n
-        ahead = min(n, _REGISTER // (shape[0] * shape[1]))
-        if same and (rows == 1 or ahead == 0):
-            yield from (self.ring.chunks(buffer, hop) for hop in range(1, n + 1))
-            return
-        if ahead <= 1:  # so long that each is cast from where it lies
-            cast = np.empty_like(buffer, self.wire, shape=shape)
-            for hop in range(1, n + 1):
-                for some, chunk in self.ring.chunks(buffer, hop):
-                    convert(chunk, cast[some])
-                yield [(slice(None), cast)]
-            return
-        stored = np.empty_like(buffer, shape=(ahead, *shape))
-        cast = stored if same else np.empty_like(stored, self.wire)
-        for first in range(1, n + 1, len(stored)):
-            hops = range(first, min(first + len(stored), n + 1))
-            self._collect(buffer, hops, stored[: len(hops)])
-            if not same:
-                convert(stored[: len(hops)], cast[: len(hops)])
-            yield from ([(slice(None), mine)] for mine in cast[: len(hops)])
-
-    def _collect(self, buffer: Shaped[Array, "R L"], hops: range, out: Shaped[Array, "n R C"]) -> None:
-        """Copy to out[i] what a block meets at the i-th of ``hops``: of each rank r its chunk (r + hop) mod N."""
-        if len(self.ring.ids) == 1:
-            for block, hop in zip(out, hops, strict=True):
-                for rows, chunk in self.ring.chunks(buffer, hop):
-                    block[rows] = chunk
-        else:  # in one call; without mode="clip" take would make a copy of its own first, lest a row be out of bounds
-            met = self._met[hops.start : hops.stop]
-            buffer.reshape(-1, out.shape[2]).take(met, axis=0, out=out, mode="clip")
-
-    @cached_property
-    def _met(self) -> Shaped[Array, "n R"]:
-        """For hops 0 to N and each row of a block: the chunk that it meets, of all ranks' chunks counted in a row."""
-        rows, n = len(self.ring.ids), self.ring.size
-        numbers, met = np.arange(rows * n).reshape(rows, n), np.empty((n + 1, rows), np.intp)
-        for hop in range(n + 1):
-            for some, chunk in self.ring.chunks(numbers, hop):
-                met[hop, some] = chunk[:, 0]
-        return met
-
     def _padding(self, padded: int, size: int, offsets: Sequence[int]) -> Counts:
         """What of the chunks r + offset that each rank r here has sent was padding, in bytes on the wire [R]."""
         if size == padded or not offsets:
@@ -262,3 +200,9 @@ class Comm:
         ends = (np.add.outer(self.ring.ids, offsets) % self.ring.size + 1) * chunk
         beyond: Counts = np.clip(ends - size, 0, chunk).sum(axis=1)
         return beyond * self.wire.itemsize
+
+
+def _cast(chunk: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
+    register = np.empty_like(chunk, dtype)
+    convert(chunk, register)
+    return register

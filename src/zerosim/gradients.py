@@ -11,7 +11,6 @@ between, or each time. The two add in different orders, so they agree only to ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Shaped
@@ -20,46 +19,28 @@ from zerosim.bands import FP32, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer
+from zerosim.options import Options
 from zerosim.ranks import Ranks
+from zerosim.stages import Stage
 from zerosim.util.casts import convert
-
-SYNCS = ("each", "end")
-
-
-@runtime_checkable
-class Shards(Protocol):
-    """What of a stage matters here: whether the optimizer state is sharded, and whether the gradients are."""
-
-    @property
-    def optimizer(self) -> bool: ...
-
-    @property
-    def grads(self) -> bool: ...
 
 
 class Gradients:
-    """The gradients of a model's trainable groups over the ``micro_batches`` of a step.
-
-    ``each`` says that every micro-batch is reduced over the ranks, not just their sum;
-    ``all_reduce`` that what could be reduce-scattered is all-reduced, as DeepSpeed's first two
-    stages do.
-    """
+    """The gradients of a model's trainable groups over the micro-batches of a step, under one row."""
 
     def __init__(
         self,
-        shard: Shards,
+        row: Stage,
         buckets: Mapping[Group, Bucket],
         layers: Sequence[Layer],
         comm: Comm,
         ranks: Ranks,
-        *,
-        micro_batches: int,
-        each: bool,
-        all_reduce: bool,
+        options: Options,
     ) -> None:
-        self._shard, self._buckets, self._comm, self._ranks = shard, buckets, comm, ranks
-        self._each, self._all_reduce = each, all_reduce
-        self._scale = 1 / (comm.ring.size * micro_batches)
+        self._row, self._buckets, self._comm, self._ranks = row, buckets, comm, ranks
+        self._each = row.grads if options.sync is None else options.sync == "each"
+        self._all_reduce = options.all_reduce
+        self._scale = 1 / (comm.ring.size * options.accumulate)
         # Backward comes to the layers in reverse, so the first to use a group is the last to write its gradients.
         self._completes = {group: layer for layer in reversed(layers) for group in layer.groups}
         self._local: dict[Group, Array] = {}  # this rank's own, summed so far, not reduced yet [R, padded]
@@ -78,7 +59,7 @@ class Gradients:
     def _room(self, bucket: Bucket) -> Array:
         group = bucket.group
         kept = bucket.states[Band.GRADS]
-        if group not in self._local and not self._shard.grads and group not in self._reduced:
+        if group not in self._local and not self._row.grads and group not in self._reduced:
             full = self._local[group] = kept
         else:
             full = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
@@ -98,8 +79,8 @@ class Gradients:
     def _reduce(self, bucket: Bucket, full: Shaped[Array, "R L"]) -> None:
         """Average over ranks and micro-batches: everywhere, or only where it will be needed."""
         kept, size = bucket.states[Band.GRADS], bucket.size
-        target = kept if self._shard.grads or not self._shard.optimizer else self._comm.own(kept)
-        if not self._shard.optimizer or self._all_reduce:
+        target = kept if self._row.grads or not self._row.optimizer else self._comm.own(kept)
+        if not self._row.optimizer or self._all_reduce:
             if self._comm.ring.size > 1:
                 self._comm.all_reduce(full, size, scale=self._scale, band=Band.GRADS, unit=bucket.name)
             elif self._scale != 1:  # nothing travels; scaled as the ring would, in fp32, and rounded once
@@ -107,7 +88,7 @@ class Gradients:
                 convert(full, register)
                 np.multiply(register, np.float32(self._scale), out=register)
                 convert(register, full)
-            average = self._comm.own(full) if self._shard.optimizer else full
+            average = self._comm.own(full) if self._row.optimizer else full
             self._keep(bucket.group, target, average, there=full is kept)
         elif bucket.group in self._reduced:
             average = self._ranks.hold(Band.UNREDUCED, (bucket.chunk,), bucket.name)

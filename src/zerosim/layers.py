@@ -12,22 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Shaped
 
 from zerosim.bands import Array, DType
-
-
-@runtime_checkable
-class Workspace(Protocol):
-    """What a layer may ask of the world: room for activations, and a counter of its FLOPs."""
-
-    def hold(self, *shape: int, dtype: DType | None = None) -> Array: ...
-
-    def free(self, array: Array) -> None: ...
-
-    def flops(self, count: int) -> None: ...
+from zerosim.ranks import Workspace
 
 
 class Role(StrEnum):
@@ -60,6 +50,19 @@ class Group:
 Flat = Any  # the Array [R, P or more] of a layer's one group, or a list of them, one for each of its several
 
 
+class Pass(NamedTuple):
+    """What a layer is handed for one forward or backward.
+
+    ``params`` are its full parameters and ``work`` where it allocates activations. In a backward, ``grads``
+    is where the gradients of its trainable groups go, and ``need_dx`` says whether its input's is wanted.
+    """
+
+    params: Flat
+    work: Workspace
+    grads: Flat = None
+    need_dx: bool = True
+
+
 @runtime_checkable
 class Layer(Protocol):
     """A function of flat parameters with a backward: a unit that is gathered and reduced as a whole.
@@ -72,21 +75,12 @@ class Layer(Protocol):
     name: str
     groups: tuple[Group, ...]
 
-    def forward(self, params: Flat, x: Shaped[Array, "R ..."], work: Workspace) -> tuple[Shaped[Array, "R ..."], Any]:
-        """The output for ``params`` and the input ``x``, and what backward needs."""
+    def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
+        """The output for input ``x``, and what backward needs."""
         ...
 
-    def backward(
-        self,
-        params: Flat,
-        saved: Any,
-        dy: Shaped[Array, "R ..."],
-        grads: Flat,
-        work: Workspace,
-        *,
-        need_dx: bool,
-    ) -> Shaped[Array, "R ..."] | None:
-        """Write the gradients of the trainable groups to ``grads``, in its dtype; return dx if it is needed.
+    def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
+        """Write the gradients to ``given.grads``, in its dtype; return dx if it is needed.
 
         What was there before is overwritten: adding is the schedule's affair.
         """
@@ -146,41 +140,28 @@ class Chain:
         self.groups: tuple[Group, ...] = (whole,)
         self.size = whole.size
 
-    def forward(
-        self, params: Shaped[Array, "R L"], x: Shaped[Array, "R ..."], work: Workspace
-    ) -> tuple[Shaped[Array, "R ..."], Any]:
+    def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
         saved = []
-        for layer, part in self._parts():
-            x, kept = layer.forward(params[:, part], x, work)
+        for layer, part in self._parts(given):
+            x, kept = layer.forward(x, part)
             saved.append(kept)
         return x, saved
 
-    def backward(
-        self,
-        params: Shaped[Array, "R L"],
-        saved: Any,
-        dy: Shaped[Array, "R ..."],
-        grads: Shaped[Array, "R L"],
-        work: Workspace,
-        *,
-        need_dx: bool,
-    ) -> Shaped[Array, "R ..."] | None:
-        parts = list(self._parts())
-        for index in reversed(range(len(parts))):
-            layer, part = parts[index]
-            wanted = need_dx or index > 0
-            dx = layer.backward(params[:, part], saved[index], dy, grads[:, part], work, need_dx=wanted)
+    def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
+        for index, (layer, part) in reversed(list(enumerate(self._parts(given)))):
+            dx = layer.backward(saved[index], dy, part._replace(need_dx=given.need_dx or index > 0))
             if dx is None:
                 return None
             dy = dx
         return dy
 
-    def _parts(self) -> Iterator[tuple[Layer, slice]]:
+    def _parts(self, given: Pass) -> Iterator[tuple[Layer, Pass]]:
+        """Each layer with its part of the flat parameters and gradients."""
         start = 0
         for layer in self.layers:
-            [group] = layer.groups
-            yield layer, slice(start, start + group.size)
-            start += group.size
+            part = slice(start, start := start + layer.groups[0].size)
+            grads = None if given.grads is None else given.grads[:, part]
+            yield layer, given._replace(params=given.params[:, part], grads=grads)
 
 
 class Checkpointed:
@@ -194,45 +175,14 @@ class Checkpointed:
         self.layer: Layer = layer.layer if isinstance(layer, Checkpointed) else layer
         self.name, self.groups = layer.name, layer.groups
 
-    def forward(self, params: Flat, x: Shaped[Array, "R ..."], work: Workspace) -> tuple[Shaped[Array, "R ..."], Any]:
-        watched = _Watched(work)
-        y, _ = self.layer.forward(params, x, watched)
-        for array in list(watched.held.values()):
-            if array is not y:
-                work.free(array)
+    def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
+        before = given.work.mark()
+        y, _ = self.layer.forward(x, given)
+        given.work.free_since(before, keep=y)
         return y, (x, y)
 
-    def backward(
-        self,
-        params: Flat,
-        saved: Any,
-        dy: Shaped[Array, "R ..."],
-        grads: Flat,
-        work: Workspace,
-        *,
-        need_dx: bool,
-    ) -> Shaped[Array, "R ..."] | None:
+    def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
         x, y = saved
-        work.free(y)
-        _, saved = self.layer.forward(params, x, work)
-        return self.layer.backward(params, saved, dy, grads, work, need_dx=need_dx)
-
-
-class _Watched:
-    """A workspace that remembers what is held through it."""
-
-    def __init__(self, work: Workspace) -> None:
-        self._work = work
-        self.held: dict[int, Array] = {}
-
-    def hold(self, *shape: int, dtype: DType | None = None) -> Array:
-        array = self._work.hold(*shape, dtype=dtype)
-        self.held[id(array)] = array
-        return array
-
-    def free(self, array: Array) -> None:
-        self.held.pop(id(array), None)
-        self._work.free(array)
-
-    def flops(self, count: int) -> None:
-        self._work.flops(count)
+        given.work.free(y)
+        _, saved = self.layer.forward(x, given)
+        return self.layer.backward(saved, dy, given)

@@ -13,11 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
-from zerosim import options as preflight
 from zerosim.bands import FP32, Array
-from zerosim.layers import Chain, Group, Workspace
+from zerosim.layers import Chain, Group, Pass
+from zerosim.ranks import Workspace
+from zerosim.util.arguments import check_batch
 from zerosim.util.casts import convert
 
 _REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
@@ -36,10 +37,8 @@ class Linear:
         weight = rng.standard_normal((self.fan_in, self.fan_out)) * np.sqrt(2 / self.fan_in)
         return np.concatenate([weight.reshape(-1), np.zeros(self.fan_out)]).astype(np.float32)
 
-    def forward(
-        self, params: Shaped[Array, "R L"], x: Float[Array, "R B I"], work: Workspace
-    ) -> tuple[Float[Array, "R B O"], Any]:
-        y = work.hold(x.shape[1], self.fan_out)
+    def forward(self, x: Float[Array, "R B I"], given: Pass) -> tuple[Float[Array, "R B O"], Any]:
+        params, y = given.params, given.work.hold(x.shape[1], self.fan_out)
         done = 0
         for some, register in self._registers(params):
             weight, bias = self._split(_as_fp32(params[some, : self.size], register))
@@ -47,20 +46,11 @@ class Linear:
             np.add(y[some], bias[:, None, :], out=y[some])
         if self.relu:
             np.maximum(y, 0, out=y)
-        work.flops(done // len(x))
+        given.work.flops(done // len(x))
         return y, (x, y)
 
-    def backward(
-        self,
-        params: Shaped[Array, "R L"],
-        saved: Any,
-        dy: Float[Array, "R B O"],
-        grads: Shaped[Array, "R L"],
-        work: Workspace,
-        *,
-        need_dx: bool,
-    ) -> Float[Array, "R B I"] | None:
-        x, y = saved
+    def backward(self, saved: Any, dy: Float[Array, "R B O"], given: Pass) -> Float[Array, "R B I"] | None:
+        (x, y), (params, work, grads, need_dx) = saved, given
         if self.relu:
             np.multiply(dy, y > 0, out=dy)
         work.free(y)
@@ -158,7 +148,7 @@ class MLP(Chain):
         self, batch: Sequence[tuple[Array, Array]], ranks: int
     ) -> tuple[Float[Array, "R B I"], Float[Array, "R B O"]]:
         """One (x [B, I], y [B, O]) of finite float32 per rank, B the same everywhere."""
-        return preflight.check_batch(batch, ranks, self.widths[0], self.widths[-1])
+        return check_batch(batch, ranks, self.widths[0], self.widths[-1])
 
     def loss(
         self, y: Float[Array, "R B O"], target: Float[Array, "R B O"], work: Workspace

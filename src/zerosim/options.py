@@ -1,158 +1,132 @@
-"""What a caller may pass, checked before anything is allocated or changed.
+"""What a caller may choose for a training run: one frozen record that checks itself.
 
-Owns the rules for options and batches and the words of their errors: the call, the rule, the
-value received, and what to do. Must not know schemes, ledgers or rings.
+Owns the options, their defaults and the rules between them. The scheme, the lab, the sanitizer,
+real ranks and the planner hand the same record on; nobody checks a second time. Must not know
+what an option does: that is for the room that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from types import UnionType
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, get_args
 
-import numpy as np
-import psutil
+from zerosim.bands import PRECISIONS, WIRES, Band, Precision
+from zerosim.optimizer import SGD, Adam
+from zerosim.util.arguments import instance_of, integer, one_of
 
-from zerosim.bands import PRECISIONS, WIRES, Array, Band
+Gather = Literal["layer", "model"]
+Padding = Literal["N", "each", "2N", "rows"]
+Sync = Literal["each", "end"]
 
-GATHERS = BUCKETS = ("layer", "model")
-
-
-def one_of(call: str, option: str, value: object, known: Collection[str]) -> None:
-    """Refuse a value that is not among ``known``, naming them."""
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{call}({option}): {option} is one of {', '.join(known)}; got {value!r}.")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def instance_of(call: str, option: str, value: object, kind: type | UnionType) -> None:
-    """Refuse a value of another type."""
-    if not isinstance(value, kind):
-        name = getattr(kind, "__name__", str(kind))
-        raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a training run, all by keyword.
 
+    * ``precision``: ``"mixed"`` (fp16 working copy, fp32 master and moments), ``"bf16"``, ``"fp32"``, or
+      another of ``bands.PRECISIONS``.
+    * ``wire``: the dtype that blocks are sent in, ``"fp32"``, ``"fp16"`` or ``"bf16"``; ``wire_params`` that
+      of parameters, if it is another.
+    * ``gather``: ZeRO-3 gathers ``"layer"`` by layer and releases at once, or the whole ``"model"``;
+      ``prefetch``: how many further layers it gathers before one computes.
+    * ``bucket``: one flat buffer per ``"layer"``, one for the ``"model"``, or an integer: consecutive layers
+      share one while they have at most so many parameters together.
+    * ``padding``: buffers are padded to a multiple of ``"N"`` or ``"2N"``, ``"each"`` parameter to one of N, or
+      by ``"rows"`` of each parameter.
+    * ``accumulate``: a step's batch is cut into so many micro-batches; ``sync`` says whether gradients are
+      reduced after ``"each"`` or at the ``"end"``, by default at the end where every rank keeps them whole.
+    * ``all_reduce``: gradients are all-reduced where they could be reduce-scattered.
+    * ``checkpoint``: a layer keeps only its input and runs forward again in its backward.
+    * ``optimizer``: an ``Adam`` or ``SGD``.
+    * ``capacity``: bytes of memory of one rank's card; ``OutOfMemory`` is raised by the hold that would pass it.
 
-def positive_int(call: str, option: str, value: object) -> None:
-    """Refuse anything but an integer of at least 1 (True is not one)."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{call}({option}): {option} must be a positive integer; got {value!r}. Pass 1 or more.")
-    if value < 1:
-        raise ValueError(f"{call}({option}): {option} must be a positive integer; got {value!r}. Pass 1 or more.")
+    ValueError or TypeError, in the words of the call, for what is unknown or does not go together.
 
-
-def check_options(
-    ranks: Any,
-    *,
-    precision: Any,
-    wire: Any,
-    gather: Any,
-    bucket: Any,
-    capacity: Any,
-    wire_params: Any = None,
-    prefetch: Any = 0,
-    accumulate: Any = 1,
-    all_reduce: Any = False,
-    checkpoint: Any = False,
-) -> None:
-    """The options of a Scheme, one by one and together."""
-    positive_int("Scheme", "ranks", ranks)
-    one_of("Scheme", "precision", precision, PRECISIONS)
-    one_of("Scheme", "wire", wire, WIRES)
-    one_of("Scheme", "gather", gather, GATHERS)
-    if isinstance(bucket, str):
-        one_of("Scheme", "bucket", bucket, BUCKETS)
-    else:
-        positive_int("Scheme", "bucket", bucket)
-    if capacity is not None:
-        positive_int("Scheme", "capacity", capacity)
-    positive_int("Scheme", "accumulate", accumulate)
-    if prefetch != 0 or isinstance(prefetch, bool):
-        positive_int("Scheme", "prefetch", prefetch)
-    for option, value in (("all_reduce", all_reduce), ("checkpoint", checkpoint)):
-        instance_of("Scheme", option, value, bool)
-    row = PRECISIONS[precision]
-    grads = row.dtypes(WIRES[wire])[Band.UNREDUCED]
-    if wire_params is None:
-        wire_params = wire
-    else:
-        one_of("Scheme", "wire_params", wire_params, WIRES)
-    for option, given, carried in (("wire", wire, grads), ("wire_params", wire_params, row.working)):
-        if given != "fp32" and WIRES[given] != carried:
-            option = "wire" if given == wire else option
-            raise ValueError(
-                f"Scheme({option}): the wire must carry the working copy exactly, or the gathered copies would differ "
-                f"from their owners' and the stages from each other; {given} does not carry precision={precision!r} "
-                f"({carried}). Use {option}='fp32'{', or the dtype of the working copy' * (carried != 'float32')}."
-            )
-
-
-def divides(call: str, option: str, parts: int, rows: int) -> None:
-    """Refuse a batch whose rows cannot be cut into equal micro-batches."""
-    if rows % parts:
-        raise ValueError(
-            f"{call}: {option}={parts} cuts a rank's rows into as many equal micro-batches; {rows} rows cannot be. "
-            f"Pass a multiple of {parts} rows."
-        )
-
-
-def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> tuple[Array, Array]:
-    """The batch as x [ranks, B, width_in] and y [ranks, B, width_out], once it is known to be sound.
-
-    A batch is one (x, y) of finite float32 per rank, with the same number of rows B everywhere.
+    >>> Options(precision="bf16").recipe.working
+    dtype(bfloat16)
+    >>> Options(precision="fp32", wire="fp16")
+    Traceback (most recent call last):
+    ValueError: Scheme(wire): the wire must carry the working copy exactly, or gathered copies would differ from...
     """
-    check_layout(batch, ranks, width_in, width_out)
-    x, y = (np.stack([pair[index] for pair in batch]) for index in (0, 1))
-    for what, whole in (("x", x), ("y", y)):
-        if not np.isfinite(whole).all():
-            rank = int(np.isfinite(whole).all(axis=(1, 2)).argmin())
-            raise ValueError(
-                f"step(batch): {what} of rank {rank} contains NaN or infinity; remove or replace them before training."
-            )
-    return x, y
+
+    precision: str = "mixed"
+    wire: str = "fp32"
+    wire_params: str | None = None
+    gather: Gather = "layer"
+    prefetch: int = 0
+    bucket: str | int = "layer"
+    padding: Padding = "N"
+    accumulate: int = 1
+    sync: Sync | None = None
+    all_reduce: bool = False
+    checkpoint: bool = False
+    optimizer: Adam | SGD = field(default_factory=Adam)
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of("Scheme", "precision", self.precision, PRECISIONS)
+        one_of("Scheme", "wire", self.wire, WIRES)
+        one_of("Scheme", "gather", self.gather, get_args(Gather))
+        one_of("Scheme", "padding", self.padding, get_args(Padding))
+        if isinstance(self.bucket, str):
+            one_of("Scheme", "bucket", self.bucket, get_args(Gather))
+        for name in ("all_reduce", "checkpoint"):
+            instance_of("Scheme", name, getattr(self, name), bool)
+        instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
+        for name, least in (("bucket", 1), ("prefetch", 0), ("accumulate", 1), ("capacity", 1)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, integer("Scheme", name, value, least))
+        if self.sync is not None:
+            one_of("Scheme", "sync", self.sync, get_args(Sync))
+        if self.wire_params is not None:
+            one_of("Scheme", "wire_params", self.wire_params, WIRES)
+        self._check_wires()
+
+    def _check_wires(self) -> None:
+        grads = self.recipe.dtypes(WIRES[self.wire])[Band.UNREDUCED]
+        wires = [("wire", self.wire, grads), ("wire_params", self.wire_params or self.wire, self.recipe.working)]
+        for option, given, carried in wires:
+            if given != "fp32" and WIRES[given] != carried:
+                option = "wire" if given == self.wire else option
+                raise ValueError(
+                    f"Scheme({option}): the wire must carry the working copy exactly, or gathered copies would differ "
+                    f"from their owners' and the schemes from each other; {given} does not carry "
+                    f"precision={self.precision!r} ({carried}). Use {option}='fp32'"
+                    f"{', or the dtype of the working copy' * (carried != 'float32')}."
+                )
+
+    @property
+    def recipe(self) -> Precision:
+        """The row of ``bands.PRECISIONS``."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def states(self) -> tuple[Band, ...]:
+        """The model states that exist under this precision and optimizer, in the order of allocation."""
+        return (*self.recipe.states, *self.optimizer.states)
 
 
-def check_layout(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> None:
-    """Refuse a batch that is not one (x [B, width_in], y [B, width_out]) of float32 per rank, B the same everywhere."""
-    if not isinstance(batch, Sequence) or len(batch) != ranks:
-        got = len(batch) if isinstance(batch, Sequence) else type(batch).__name__
-        raise ValueError(f"step(batch): needs one (x, y) pair per rank, {ranks} in all; got {got}.")
-    for rank, pair in enumerate(batch):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            got = type(pair).__name__ + (f" of {len(pair)}" if isinstance(pair, (tuple, list)) else "")
-            raise ValueError(f"step(batch): rank {rank} needs a pair (x, y); got {got}.")
-    rows = next(iter(getattr(batch[0][0], "shape", ())), 0)
-    for index, (what, width) in enumerate((("x", width_in), ("y", width_out))):
-        for rank, pair in enumerate(batch):
-            _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width)
+def chosen(options: Options | None, keywords: Mapping[str, Any]) -> Options:
+    """The options with those keywords in their place. TypeError, naming what there is, for one that is unknown."""
+    known = Options.__dataclass_fields__
+    if unknown := [name for name in keywords if name not in known]:
+        raise TypeError(f"Scheme: there is no option {unknown[0]!r}. Use one of {', '.join(known)}.")
+    return replace(options or Options(), **keywords)
 
 
-def _check_array(where: str, array: Array, rows: int, width: int) -> None:
-    if getattr(array, "dtype", None) != np.float32:
-        got = getattr(array, "dtype", type(array).__name__)
-        raise TypeError(f"{where} must be a float32 array; got {got}. Convert it with .astype(np.float32).")
-    if array.ndim != 2 or array.shape[1] != width:
-        raise ValueError(f"{where} must have shape (rows, {width}); got {array.shape}.")
-    if array.shape[0] != rows or rows == 0:
-        raise ValueError(
-            f"{where} has {array.shape[0]} rows and x of rank 0 has {rows}; every rank needs the same number, at "
-            f"least 1, or the average over ranks would not be the average over rows."
-        )
-
-
-def check_memory(call: str, need: int, alternatives: Mapping[str, int]) -> None:
-    """Refuse what would need more bytes than the machine has free, naming those of ``alternatives`` that fit."""
-    free = psutil.virtual_memory().available
-    if need <= free:
-        return
-    fitting = [f"{name} ({size(nbytes)})" for name, nbytes in alternatives.items() if nbytes <= free]
-    advice = f"These would fit: {', '.join(fitting[:4])}" if fitting else "Use far fewer ranks or a smaller model"
-    raise MemoryError(f"{call} would take {size(need)} in this process, and {size(free)} are free. {advice}.")
-
-
-def size(nbytes: int) -> str:
-    """Bytes for a reader, in powers of ten."""
-    value, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB", "PB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+def with_options(function: F) -> F:
+    """Show the options, typed and with their defaults, where ``function`` takes them as ``**keywords``."""
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=each.type)
+        for each in fields(Options)
+        for default in [each.default_factory() if callable(each.default_factory) else each.default]
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    return function

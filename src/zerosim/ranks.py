@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import overload
 
 from zerosim.bands import Array, Band, DType
 from zerosim.ledger import Ledger
 
-MANIFOLD = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
+ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
 
 
 class OutOfMemory(MemoryError):
@@ -44,6 +45,7 @@ class _Allocation:
     array: Array
     band: Band
     unit: str
+    number: int
 
 
 class Ranks:
@@ -63,18 +65,19 @@ class Ranks:
     ) -> None:
         self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
         self._empty = empty
-        self._live: dict[int, _Allocation] = {}
+        self.allocations = 0  # so far, whether freed since or not
+        self._live: dict[int, _Allocation] = {}  # in order of allocation
         self._spare: dict[tuple[tuple[int, ...], DType], list[Array]] = {}  # freed, to be handed out again
 
     def hold(self, band: Band, shape: tuple[int, ...], unit: str = "", dtype: DType | None = None) -> Array:
         """Allocate [R, *shape] of the band's own dtype, so that nothing wider slips in; contents undefined.
 
-        The bands in ``MANIFOLD`` are of no one dtype, and ``dtype`` may say which; ValueError for any other.
+        ``dtype`` may say another for the bands in ``ANY_DTYPE``; ValueError for the rest.
         Raises OutOfMemory, before allocating, if a card's capacity would be passed.
         """
         if dtype is None:
             dtype = self.dtypes[band]
-        elif band not in MANIFOLD and dtype != self.dtypes[band]:
+        elif band not in ANY_DTYPE and dtype != self.dtypes[band]:
             raise ValueError(
                 f"Ranks.hold(dtype): {band} is held in {self.dtypes[band]} here; got {dtype}. Leave dtype out, or "
                 f"choose another precision."
@@ -86,9 +89,10 @@ class Ranks:
             if self.ledger.total + asked > self.capacity:
                 raise OutOfMemory(self.ids[0], band, unit, asked, self.capacity, self.ledger)
         spare = self._spare.get((shape, dtype))
-        # A view, so that each hold is an array of its own, and to free one twice is to be told.
+        # A view, so that each hold is an array of its own, and freeing one twice is an error.
         array = (spare.pop() if spare else self._empty((len(self.ids), *shape), dtype)).view()
-        self._live[id(array)] = _Allocation(array, band, unit)
+        self.allocations += 1
+        self._live[id(array)] = _Allocation(array, band, unit, self.allocations)
         self.ledger.hold(band, array.nbytes // len(self.ids), unit)
         return array
 
@@ -110,6 +114,11 @@ class Ranks:
             if band is None or allocation.band is band:
                 yield allocation.band, allocation.unit, allocation.array
 
+    def since(self, mark: int, band: Band) -> list[Array]:
+        """What of ``band`` is held now and was allocated after the ``mark``-th allocation."""
+        recent = takewhile(lambda allocation: allocation.number > mark, reversed(self._live.values()))
+        return [allocation.array for allocation in recent if allocation.band is band]
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -127,8 +136,12 @@ class Ranks:
         return Rank(self, rows) if isinstance(rows, int) else [Rank(self, row) for row in rows]
 
 
-class Rank:
-    """One virtual GPU, for reading: row ``row`` of every band. Its arrays are views that cannot be written."""
+class Rank(Mapping[str, list[Array]]):
+    """One virtual GPU, for reading: row ``row`` of every band, as a mapping from the bands that it holds.
+
+    ``rank["master"]`` is a list of arrays, one per bucket, in the order of allocation: views that
+    cannot be written. KeyError for a band that there is not, or of which nothing is held.
+    """
 
     def __init__(self, ranks: Ranks, row: int) -> None:
         self.id = ranks.ids[row]
@@ -137,32 +150,40 @@ class Rank:
     def __repr__(self) -> str:
         return f"Rank({self.id}: {', '.join(f'{band} {nbytes:,} B' for band, nbytes in self.held().items())})"
 
-    def __getitem__(self, band: Band | str) -> list[Array]:
-        """This rank's arrays of ``band``, one per unit, in the order in which they were allocated."""
+    def __getitem__(self, band: str) -> list[Array]:
         views = []
-        for _, _, array in self._ranks.live(Band(band)):
-            view = array[self._row]
-            view.flags.writeable = False
-            views.append(view)
+        for held, _, array in self._ranks.live():
+            if held == band:
+                view = array[self._row]
+                view.flags.writeable = False
+                views.append(view)
+        if not views:
+            raise KeyError(f"rank {self.id} holds {', '.join(self) or 'nothing'}; it has no {band!r}")
         return views
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held())
+
+    def __len__(self) -> int:
+        return len(self.held())
 
     def held(self) -> dict[str, int]:
         """Bytes by band, counted anew from the arrays that exist, not read from the ledger."""
         held: dict[str, int] = {}
         for band, _, array in self._ranks.live():
-            held[band] = held.get(band, 0) + array[self._row].nbytes
+            held[str(band)] = held.get(band, 0) + array[self._row].nbytes
         return held
 
 
 class Workspace:
-    """``hold`` and ``free`` for one band: what a room that needs scratch, but must not know bands, is handed.
+    """``hold`` and ``free`` for one band: what a room that allocates, but must not know bands, is handed.
 
-    ``dtype`` is what it allocates when it isn't told, if that is not the band's usual one.
+    ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one.
     """
 
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
         self._ranks, self._band, self._dtype = ranks, band, dtype
-        self.unit = ""  # whose scratch it is at the moment
+        self.unit = ""  # the layer or bucket that it is allocating for
 
     def hold(self, *shape: int, dtype: DType | None = None) -> Array:
         """Allocate [R, *shape] in the band."""
@@ -171,6 +192,16 @@ class Workspace:
     def free(self, array: Array) -> None:
         """Give it back."""
         self._ranks.free(array)
+
+    def mark(self) -> int:
+        """The moment, for ``free_since``."""
+        return self._ranks.allocations
+
+    def free_since(self, mark: int, keep: Array) -> None:
+        """Free what was allocated in the band since ``mark`` and is still held, all but ``keep``."""
+        for array in self._ranks.since(mark, self._band):
+            if array is not keep:
+                self._ranks.free(array)
 
     def flops(self, count: int) -> None:
         """Book floating-point operations, per rank."""

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from zerosim import options as preflight
-from zerosim.bands import FP32, MODEL_STATES, PRECISIONS, WIRES, Array, Band, Precision
-from zerosim.buckets import PADDINGS, Bucket, build, distinct, split
+from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band
+from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
-from zerosim.gradients import SYNCS, Gradients
-from zerosim.layers import Checkpointed, Group, Model, Role
+from zerosim.gradients import Gradients
+from zerosim.layers import Checkpointed, Model, Pass
 from zerosim.ledger import Ledger, Phase, Report
-from zerosim.optimizer import SGD, Adam
+from zerosim.options import Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.util import arguments
 from zerosim.util.casts import convert
 from zerosim.worlds.local import LocalRing
 
@@ -31,41 +31,26 @@ __all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
 LASTING = (*MODEL_STATES, Band.BUFFERS, Band.BUCKET)  # what outlives a step
 
 
-def _check_memory(
-    stage: Stage, sizes: Sequence[int], ranks: int, precision: Precision, moments: Sequence[Band]
-) -> None:
+def _check_memory(stage: Stage, sizes: Sequence[int], ranks: int, options: Options) -> None:
     """Refuse N ranks in this process that the machine has no memory for, and say what would fit."""
-    there = [1 << power for power in reversed(range((ranks - 1).bit_length()))]
-    others = [(other, ranks) for other in SCHEMES] + [(stage, fewer) for fewer in there]
-    preflight.check_memory(
-        f"{stage.name} on {ranks} ranks",
-        ranks * stage.footprint(sizes, ranks, precision, moments),
-        {f"{other.name} on {n}": n * other.footprint(sizes, n, precision, moments) for other, n in others},
+
+    def need(row: Stage, n: int) -> int:
+        return n * row.footprint(sizes, n, options.recipe, options.optimizer.states)
+
+    fewer = [1 << power for power in reversed(range((ranks - 1).bit_length()))]
+    others = [(row, ranks) for row in SCHEMES] + [(stage, n) for n in fewer]
+    arguments.check_memory(
+        f"{stage.name} on {ranks} ranks", need(stage, ranks), {f"{row.name} on {n}": need(row, n) for row, n in others}
     )
 
 
 class Scheme:
-    """A model in training on N ranks under one stage.
+    """A model in training on N ranks under one row, in any world.
 
-    Options, all by keyword:
+    ``stage`` is the row and ``options`` what else was chosen. ``ring`` is the world: all N ranks in this
+    process unless told otherwise. ``collectives`` is what runs over it, ``Comm`` or something with its face.
 
-    * ``precision``: ``"mixed"`` (fp16 working copy, fp32 master and moments), ``"bf16"``, ``"fp32"``, or
-      another of ``bands.PRECISIONS``.
-    * ``wire``: the dtype that blocks travel in, ``"fp32"``, ``"fp16"`` or ``"bf16"``; ``wire_params`` that
-      of parameters, if it is another.
-    * ``gather``: ZeRO-3 gathers ``"layer"`` by layer and releases at once, or the whole ``"model"``;
-      ``prefetch``: how many further layers it gathers before one computes.
-    * ``bucket``: one flat buffer per ``"layer"``, one for the ``"model"``, or an integer: consecutive layers
-      share one while they have at most so many parameters together.
-    * ``padding``: buffers are padded to a multiple of ``"N"`` or ``"2N"``, or by ``"rows"`` of each parameter.
-    * ``accumulate``: a step's batch is cut into so many micro-batches; ``sync`` says whether gradients are
-      reduced after ``"each"`` or at the ``"end"``, by default at the end where every rank keeps them whole.
-    * ``all_reduce``: gradients are all-reduced where they could be reduce-scattered.
-    * ``checkpoint``: a layer keeps only its input and runs forward again in its backward.
-    * ``optimizer``: an ``Adam`` or ``SGD``.
-    * ``capacity``: bytes of memory of one rank's card; ``OutOfMemory`` is raised by the hold that would pass it.
-    * ``ring``: the world; all N ranks in this process unless told otherwise.
-    * ``collectives``: what runs over it, a ``Comm`` or something with its face.
+    ValueError, TypeError or MemoryError, before anything is allocated, for what cannot be trained.
     """
 
     def __init__(
@@ -73,83 +58,55 @@ class Scheme:
         stage: Stage,
         model: Model,
         ranks: int,
+        options: Options | None = None,
         *,
-        precision: str = "mixed",
-        wire: str = "fp32",
-        wire_params: str | None = None,
-        gather: str = "layer",
-        prefetch: int = 0,
-        bucket: str | int = "layer",
-        padding: str = "N",
-        accumulate: int = 1,
-        sync: str | None = None,
-        all_reduce: bool = False,
-        checkpoint: bool = False,
-        optimizer: Adam | SGD | None = None,
-        capacity: int | None = None,
         ring: Ring | None = None,
-        collectives: type[Comm] = Comm,
+        collectives: type[Comm] | None = None,
     ) -> None:
-        preflight.check_options(
-            ranks, precision=precision, wire=wire, wire_params=wire_params, gather=gather, prefetch=prefetch,
-            bucket=bucket, accumulate=accumulate, capacity=capacity, all_reduce=all_reduce, checkpoint=checkpoint,
-        )  # fmt: skip
-        preflight.one_of("Scheme", "padding", padding, PADDINGS)
-        if sync is not None:
-            preflight.one_of("Scheme", "sync", sync, SYNCS)
-        preflight.instance_of("Scheme", "model", model, Model)
-        preflight.instance_of("Scheme", "optimizer", optimizer, Adam | SGD | None)
-        ranks = int(ranks)  # NumPy's integers overflow
+        arguments.instance_of("Scheme", "model", model, Model)
+        ranks = arguments.integer("Scheme", "ranks", ranks)
         self.stage, self.name, self.model = stage, stage.name, model
-        self.precision, self.accumulate = PRECISIONS[precision], int(accumulate)
-        if not (self.precision.everywhere or stage.params):
+        self.options = options = options or Options()
+        recipe = options.recipe
+        if not (recipe.everywhere or stage.params):
             raise ValueError(
-                f"Scheme(precision): under {precision!r} the 16-bit copy exists only while it is gathered, and "
+                f"Scheme(precision): under {recipe.name!r} the 16-bit copy exists only while it is gathered, and "
                 f"{stage.name} gathers nothing. Use ZeRO-3, or precision='bf16'."
             )
-        self.optimizer = optimizer or Adam()
-        self.layers = split(model, bucket)
-        if checkpoint:
+        self.layers = split(model, options.bucket)
+        if options.checkpoint:
             self.layers = [Checkpointed(layer) for layer in self.layers]
         groups = distinct(self.layers)
         if ring is None:
-            _check_memory(stage, [group.size for group in groups], ranks, self.precision, self.optimizer.states)
+            _check_memory(stage, [group.size for group in groups], ranks, options)
         self.ring = ring or LocalRing(ranks)
         if self.ring.size != ranks:
             raise ValueError(
                 f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."
             )
-        # With one rank there is nothing to share out: every stage is data parallel, and nothing is sent. Only what
-        # has to be gathered to be read at all is gathered, by a ring of one that sends nothing either.
-        self.shard = stage if ranks > 1 or not self.precision.everywhere else DP
+        # Nothing is sent by one rank. Only what has to be gathered to be read at all is gathered, by a ring of one.
+        self.shard = stage.on(ranks) if recipe.everywhere else stage
+        wire, wire_params = WIRES[options.wire], WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
-        self.ranks = Ranks(self.ring.ids, self.precision.dtypes(WIRES[wire]), self.ledger, self.ring.empty, capacity)
+        self.ranks = Ranks(self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity)
         self.comm, self._gathers = (
-            collectives(self.ring, dtype, Workspace(self.ranks, Band.BLOCKS, dtype), self.ledger)
-            for dtype in (WIRES[wire], WIRES[wire_params or wire])
+            (collectives or Comm)(self.ring, dtype, Workspace(self.ranks, Band.BLOCKS, dtype), self.ledger)
+            for dtype in (wire, wire_params)
         )
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
         self.updates = 0  # the optimizer's step count
-        self.buckets = list(build(model, groups, padding, ranks, self._states, self.shard.shards, self.ranks))
+        self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
         by_group = dict(zip(groups, self.buckets, strict=True))
         self._parameters = Parameters(
             by_group, self.ranks, self._gather,
-            sharded=self.shard.params, ahead=int(prefetch), at_once=gather == "model",
+            sharded=self.shard.params, ahead=options.prefetch, at_once=options.gather == "model",
         )  # fmt: skip
-        self._gradients = Gradients(
-            self.shard, by_group, self.layers, self.comm, self.ranks,
-            micro_batches=self.accumulate,
-            each=self.shard.grads if sync is None else sync == "each",
-            all_reduce=bool(all_reduce),
-        )  # fmt: skip
+        self._gradients = Gradients(self.shard, by_group, self.layers, self.comm, self.ranks, options)
 
     @property
     def states(self) -> tuple[Band, ...]:
-        """The model states that exist under this precision and optimizer, in the order of allocation."""
-        return (*self.precision.states, *self.optimizer.states)
-
-    def _states(self, group: Group) -> tuple[Band, ...]:
-        return self.states if group.role is Role.TRAINABLE else (Band.PARAMS,)
+        """The model states that exist under these options, in the order of allocation."""
+        return self.options.states
 
     # -- the step
 
@@ -160,8 +117,8 @@ class Scheme:
         fit; OutOfMemory if a card's capacity would be passed, with the report up to there.
         """
         x, y = self.model.check(batch, len(self.ring.ids))
-        preflight.divides("step(batch)", "accumulate", self.accumulate, x.shape[1])
-        rows = x.shape[1] // self.accumulate
+        arguments.divides("step(batch)", "accumulate", self.options.accumulate, x.shape[1])
+        rows = x.shape[1] // self.options.accumulate
         with self.ledger.step() as report:
             try:
                 self._gradients.begin()
@@ -201,7 +158,7 @@ class Scheme:
         for index, layer in enumerate(self.layers):
             with self._parameters.of(self.layers, index) as params:
                 self._work.unit = layer.name
-                x, kept = layer.forward(params, x, self._work)
+                x, kept = layer.forward(x, Pass(params, self._work))
                 self.ledger.computed(layer.name)
                 saved.append(kept)
         return x, saved
@@ -212,7 +169,7 @@ class Scheme:
             with self._parameters.of(order, index) as params:
                 grads = self._gradients.room(layer)
                 self._work.unit = layer.name
-                dx = layer.backward(params, saved.pop(), dy, grads, self._work, need_dx=layer is not order[-1])
+                dx = layer.backward(saved.pop(), dy, Pass(params, self._work, grads, layer is not order[-1]))
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx
@@ -231,8 +188,8 @@ class Scheme:
                 convert(grads, main)
                 grads = main
             master = bucket.states.get(Band.MASTER, params)
-            moments = {str(band): bucket.states[band] for band in self.optimizer.states}
-            self.optimizer.update(master, grads, **moments, step=self.updates, flops=self.ledger.flops)
+            moments = {str(band): bucket.states[band] for band in self.options.optimizer.states}
+            self.options.optimizer.update(master, grads, **moments, step=self.updates, flops=self.ledger.flops)
             if master is not params:
                 convert(master, params)
             self.ledger.computed(bucket.name)

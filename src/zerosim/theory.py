@@ -1,7 +1,7 @@
 """What ZeRO predicts, as closed forms in exact integers for any N.
 
 Owns the formulas and their constants, stated from the papers and not read from the code that
-they are compared with: it shares only the bands' names with the rest. Never sees a run.
+they are compared with: it shares only the bands' names and the rows with the rest. Never sees a run.
 
 Notation: N ranks; a bucket of P parameters is padded to L = C N with C = ceil(P/N); a
 working copy takes b bytes per parameter, a block on the wire w. Then, per rank,
@@ -30,40 +30,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerosim.bands import Band
+from zerosim.stages import Stage
 
 Bytes = dict[str, int]
 
 # Bytes per parameter of each model state, by precision.
+ADAM = {Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4}
 STATES: dict[str, dict[Band, int]] = {
-    "bf16-fp32-grads": {Band.PARAMS: 2, Band.GRADS: 4, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
-    "mixed-main-grads": {
-        Band.PARAMS: 2,
-        Band.GRADS: 2,
-        Band.MAIN_GRADS: 4,
-        Band.MASTER: 4,
-        Band.EXP_AVG: 4,
-        Band.EXP_AVG_SQ: 4,
-    },
-    "mixed": {Band.PARAMS: 2, Band.GRADS: 2, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
-    "bf16": {Band.PARAMS: 2, Band.GRADS: 2, Band.MASTER: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
+    "mixed": {Band.PARAMS: 2, Band.GRADS: 2, **ADAM},
+    "bf16": {Band.PARAMS: 2, Band.GRADS: 2, **ADAM},
     "fp32": {Band.PARAMS: 4, Band.GRADS: 4, Band.EXP_AVG: 4, Band.EXP_AVG_SQ: 4},
+    "bf16-fp32-grads": {Band.PARAMS: 2, Band.GRADS: 4, **ADAM},
+    "mixed-main-grads": {Band.PARAMS: 2, Band.GRADS: 2, Band.MAIN_GRADS: 4, **ADAM},
 }
 WIRE = {"fp32": 4, "fp16": 2, "bf16": 2}
 ACTIVATION = 4  # fp32
 ADAM_OPERATIONS = 13  # per element: 3 for the first moment, 4 for the second, 6 for the update
-# The stage from which a state is sharded; anything that is not named here belongs to the optimizer.
-SHARDED_FROM = {Band.PARAMS: 3, Band.GRADS: 2}
 
 
 @dataclass(frozen=True)
 class Job:
     """One run, as the formulas see it.
 
-    ``stage`` is 0 for data parallel, 1, 2 or 3. ``buckets`` lists, for each flat buffer, the
-    (fan-in, fan-out) of its linear layers; ``rows`` is one rank's share of the batch.
+    ``row`` is a scheme's: only its flags ``optimizer``, ``grads`` and ``params`` are read. ``buckets``
+    lists, for each flat buffer, the (fan-in, fan-out) of its linear layers; ``rows`` are those of the
+    batch that one rank has.
     """
 
-    stage: int
+    row: Stage
     buckets: tuple[tuple[tuple[int, int], ...], ...]
     ranks: int
     rows: int = 0
@@ -79,18 +73,32 @@ class Job:
         """C of each bucket."""
         return [-(-size // self.ranks) for size in self.sizes()]
 
-    def shards(self, stage: int) -> bool:
-        """Whether what is sharded from ``stage`` on is sharded here; one rank shards nothing."""
-        return self.stage >= stage and self.ranks > 1
+    @property
+    def optimizer_sharded(self) -> bool:
+        return self.row.optimizer and self.ranks > 1
+
+    @property
+    def grads_sharded(self) -> bool:
+        return self.row.grads and self.ranks > 1
+
+    @property
+    def params_sharded(self) -> bool:
+        return self.row.params and self.ranks > 1
+
+    @property
+    def gathers(self) -> int:
+        """How often a step all-gathers the parameters: in forward and backward, or after the update, or never."""
+        return 2 if self.row.params else 1 if self.row.optimizer else 0
+
+    def held(self, band: Band, chunk: int) -> int:
+        """Elements of a state of N chunks that a rank holds."""
+        sharded = {Band.PARAMS: self.params_sharded, Band.GRADS: self.grads_sharded}
+        return chunk if sharded.get(band, self.optimizer_sharded) else chunk * self.ranks
 
 
 def resident(job: Job) -> Bytes:
     """Bytes per rank between steps, by band."""
-    whole = sum(job.chunks()) * job.ranks
-    return {
-        band: each * (sum(job.chunks()) if job.shards(SHARDED_FROM.get(band, 1)) else whole)
-        for band, each in STATES[job.precision].items()
-    }
+    return {band: each * job.held(band, sum(job.chunks())) for band, each in STATES[job.precision].items()}
 
 
 def padding(job: Job) -> list[int]:
@@ -102,7 +110,7 @@ def padding(job: Job) -> list[int]:
             everything = chunk * job.ranks - size
             own = min(chunk, max(0, (rank + 1) * chunk - size))
             for band, each in STATES[job.precision].items():
-                nbytes += each * (own if job.shards(SHARDED_FROM.get(band, 1)) else everything)
+                nbytes += each * (own if job.held(band, chunk) == chunk else everything)
         held.append(nbytes)
     return held
 
@@ -112,9 +120,9 @@ def traffic(job: Job) -> dict[str, Bytes]:
     if job.ranks == 1:
         return {}
     once = (job.ranks - 1) * sum(job.chunks()) * WIRE[job.wire]
-    if job.stage == 0:
+    if not job.row.optimizer:
         return {"all-reduce": {Band.GRADS: 2 * once}}
-    return {"reduce-scatter": {Band.GRADS: once}, "all-gather": {Band.PARAMS: (2 if job.stage == 3 else 1) * once}}
+    return {"reduce-scatter": {Band.GRADS: once}, "all-gather": {Band.PARAMS: job.gathers * once}}
 
 
 def messages(job: Job) -> dict[str, int]:
@@ -122,9 +130,9 @@ def messages(job: Job) -> dict[str, int]:
     hops = (job.ranks - 1) * len(job.buckets)
     if job.ranks == 1:
         return {}
-    if job.stage == 0:
+    if not job.row.optimizer:
         return {"all-reduce": 2 * hops}
-    return {"reduce-scatter": hops, "all-gather": (2 if job.stage == 3 else 1) * hops}
+    return {"reduce-scatter": hops, "all-gather": job.gathers * hops}
 
 
 def padding_sent(job: Job) -> list[int]:
@@ -140,7 +148,7 @@ def padding_sent(job: Job) -> list[int]:
     for size, chunk in zip(job.sizes(), job.chunks(), strict=True):
         pads = [min(chunk, max(0, (rank + 1) * chunk - size)) for rank in range(n)]
         for rank in range(n):
-            gathers = 2 if job.stage == 3 else 1
+            gathers = max(1, job.gathers)  # an all-reduce gathers gradients
             sent[rank] += each * (sum(pads) - pads[rank] + gathers * (sum(pads) - pads[(rank - 1) % n]))
     return sent
 
@@ -153,11 +161,10 @@ def flops(job: Job) -> dict[str, int]:
     """
     layers = [layer for bucket in job.buckets for layer in bucket]
     products = [2 * job.rows * fan_in * fan_out for fan_in, fan_out in layers]
-    updated = sum(job.chunks()) * (1 if job.shards(1) else job.ranks)
     return {
         "forward": sum(products),
         "backward": 2 * sum(products) - products[0],
-        "optimizer": ADAM_OPERATIONS * updated,
+        "optimizer": ADAM_OPERATIONS * job.held(Band.MASTER, sum(job.chunks())),
     }
 
 
@@ -186,8 +193,8 @@ def moments(job: Job) -> Iterator[Bytes]:
     states_of = STATES[job.precision]
     wholes = [states_of[Band.PARAMS] * chunk * job.ranks for chunk in job.chunks()]
     rings = [2 * WIRE[job.wire] * chunk if job.ranks > 1 else 0 for chunk in job.chunks()]
-    gathers, at_once = job.shards(3), job.shards(3) and job.gather == "model"
-    unreduced = [states_of[Band.GRADS] * chunk * job.ranks if job.shards(2) else 0 for chunk in job.chunks()]
+    gathers, at_once = job.params_sharded, job.params_sharded and job.gather == "model"
+    unreduced = [states_of[Band.GRADS] * chunk * job.ranks if job.grads_sharded else 0 for chunk in job.chunks()]
     alive = _Activations(job)
 
     def moment(gathered: int = 0, grads: int = 0, ring: int = 0) -> Bytes:

@@ -3,11 +3,11 @@
 Owns the comparisons, and names what does not hold: scheme, step, rank, quantity and both
 values. Reads runs and predictions; changes neither.
 
-Check one compares every scheme with data parallel (``compare``), and with training that was
-written a second time (``beside``), so that what all of them get wrong alike is found too. Check
-two compares every count with its closed form (``audit``); the log, from which the timeline is
-drawn, must add up to the same. What neither can see in a world as obliging as one process,
-``strict`` looks for.
+The same training (``Check.SAME_TRAINING``): every scheme is compared with data parallel
+(``compare``), and with training that was written a second time (``against_plain``), so that what all
+of them get wrong alike is found too. As predicted (``Check.AS_PREDICTED``): every count is compared
+with its closed form (``audit``); the log, from which the timeline is drawn, must add up to the same.
+What neither can see in a world as obliging as one process, ``sanitizer`` looks for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from zerosim import theory
 from zerosim.bands import MODEL_STATES, Array, Band
 from zerosim.checks.reference import Reference
 from zerosim.ledger import Event, EventKind, Report
-from zerosim.records.results import Death, Difference, Failure
+from zerosim.records.results import Check, Death, Difference, Failure
 from zerosim.schemes import Scheme
 
-ALIKE, AS_PREDICTED = "check one", "check two"
 PLAIN = ", against plain training"
 RESIDENT, PEAK = "bytes of {} at rest", "bytes of {} at the peak"
 PEAK_WITHOUT = "bytes of {} at the peak without activations"
@@ -57,7 +56,7 @@ def whole_states(scheme: Scheme) -> dict[Band, list[Array]]:
 
 
 def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) -> tuple[Difference, list[Failure]]:
-    """Check one after a step: what every rank of ``scheme`` holds against ``reference``, from ``whole_states``.
+    """The same training, after a step: all that ``scheme`` holds against ``reference``, from ``whole_states``.
 
     Compared are the raw bits, padding included. A failure is reported for each rank and
     bucket, with the first element that differs.
@@ -88,16 +87,16 @@ def _unlike(scheme: Scheme, step: int, quantity: str, mine: Array, theirs: Array
         at = int(np.argmax(unequal[row]))
         found.append(
             Failure(
-                check=ALIKE, scheme=scheme.name, ranks=scheme.ring.size, step=step, rank=scheme.ring.ids[row],
-                quantity=quantity.format(at),
+                check=Check.SAME_TRAINING, scheme=scheme.name, ranks=scheme.ring.size, step=step,
+                rank=scheme.ring.ids[row], quantity=quantity.format(at),
                 measured=repr(float(mine[row, at])), expected=repr(float(theirs[row, at])),
             )
         )  # fmt: skip
     return found
 
 
-def beside(scheme: Scheme, reference: Reference, step: int, how: str = PLAIN) -> list[Failure]:
-    """Check one against training written a second time: every state and the loss, after as many steps.
+def against_plain(scheme: Scheme, reference: Reference, step: int, how: str = PLAIN) -> list[Failure]:
+    """The same training as that written a second time: every state and the loss, after as many steps.
 
     What all schemes get wrong alike is found here. Of gradients that are reduced but kept
     whole, the chunk that a rank owns is compared: elsewhere it has its own, not the average.
@@ -116,11 +115,11 @@ def beside(scheme: Scheme, reference: Reference, step: int, how: str = PLAIN) ->
 
 
 def same_losses(losses: Mapping[str, float], ranks: int, step: int, how: str = "") -> list[Failure]:
-    """Check one for the losses of a step: every scheme's is that of the first, to the last bit."""
+    """The same training, by the losses of a step: every scheme's is that of the first, to the last bit."""
     expected = next(iter(losses.values()), None)
     return [
         Failure(
-            check=ALIKE, scheme=name, ranks=ranks, step=step, rank=-1,
+            check=Check.SAME_TRAINING, scheme=name, ranks=ranks, step=step, rank=-1,
             quantity=f"loss{how}", measured=repr(loss), expected=repr(expected),
         )
         for name, loss in losses.items()
@@ -129,12 +128,12 @@ def same_losses(losses: Mapping[str, float], ranks: int, step: int, how: str = "
 
 
 def survival(scheme: str, ranks: int, death: Death | None, predicted: bool) -> list[Failure]:
-    """Check two for a card of limited memory: the run ends if, and only if, the predicted peak does not fit."""
+    """As predicted, on a card of limited memory: the run ends if, and only if, the predicted peak does not fit."""
     if (death is None) == predicted:
         return []
     return [
         Failure(
-            check=AS_PREDICTED, scheme=scheme, ranks=ranks, step=death.step if death else 0,
+            check=Check.AS_PREDICTED, scheme=scheme, ranks=ranks, step=death.step if death else 0,
             rank=death.rank if death else -1, quantity="survival on the card",
             measured=f"out of memory at {death.band} of {death.unit}" if death else "survives",
             expected="survives" if predicted else "out of memory",
@@ -146,12 +145,12 @@ Count = dict[tuple[int, str], int]  # by rank (-1: every rank) and quantity
 
 
 def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
-    """Check two of one step: every number of ``report`` against the closed form, as integers, on every rank."""
+    """As predicted, for one step: every number of ``report`` against the closed form, as integers, on every rank."""
     measured = _measured(scheme, report)
     expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): len(scheme.reports)}
     return [
         Failure(
-            check=AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],
+            check=Check.AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],
             quantity=key[1], measured=f"{measured.get(key, 0):,}", expected=f"{expected.get(key, 0):,}",
         )
         for key in dict.fromkeys([*expected, *measured])

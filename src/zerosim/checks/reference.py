@@ -2,7 +2,7 @@
 
 Owns an account of a step that shares nothing with the first: ranks and chunks in plain loops,
 states as whole vectors, no ring, ledger, shards or blocks, and constants of its own. It must
-not import the rooms that it is held against; only the bands' names are common.
+not import the rooms that it is held against; only the bands' names and the rows are common.
 
 A fault that all schemes have in common makes them no less alike; against this one it shows.
 The order of every sum is the ring's, so that the bits are equal and not only close.
@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from zerosim.bands import Array, Band, DType
+from zerosim.stages import Stage
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 WIRE: dict[str, DType] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
@@ -36,17 +37,17 @@ Pair = tuple[Array, Array]
 
 
 class Reference:
-    """A perceptron trained by one ``stage`` (0 to 3) on N ranks, each with rows of its own.
+    """A perceptron trained under one ``row`` on N ranks, each with rows of its own.
 
     ``states`` has, by band, an array [N, L] or [1, L] for each layer of P parameters, L being P
-    padded to a multiple of N: a row per rank, or one row where the ranks share it out or are
+    padded to a multiple of N: a row per rank, or one row where the ranks shard it or are
     alike. It has every band that any precision keeps. The gradients are the averaged ones.
     """
 
     def __init__(
-        self, stage: int, widths: Sequence[int], seed: int, ranks: int, precision: str, wire: str, kept: float = 1
+        self, row: Stage, widths: Sequence[int], seed: int, ranks: int, precision: str, wire: str, kept: float = 1
     ) -> None:
-        self.stage, self.ranks, self.kept = stage, ranks, kept
+        self.row, self.ranks, self.kept = row, ranks, kept
         (self.working, self.averaged), self.wire = RECIPES[precision], WIRE[wire]
         self.steps = 0
         self.loss = float("nan")
@@ -54,8 +55,8 @@ class Reference:
         rng = np.random.default_rng(seed)
         whole = [self._padded(rng.standard_normal(shape) * np.sqrt(2 / shape[0])) for shape in self._shapes]
         self._alike = kept == 1
-        main = [np.repeat(layer, self._rows(among_all=stage == 0), axis=0) for layer in whole]
-        params = [np.repeat(layer, self._rows(among_all=stage < 3), axis=0) for layer in whole]
+        main = [np.repeat(layer, self._rows(among_all=not row.optimizer), axis=0) for layer in whole]
+        params = [np.repeat(layer, self._rows(among_all=not row.params), axis=0) for layer in whole]
         self.states: dict[Band, list[Array]] = {
             Band.PARAMS: [layer.astype(self.working) for layer in params],
             Band.GRADS: [np.zeros_like(layer, self.averaged) for layer in main],
@@ -66,7 +67,7 @@ class Reference:
         }
 
     def _rows(self, *, among_all: bool) -> int:
-        """Of a state that every rank has all of, or that they share out."""
+        """How many, of a state that every rank has all of or that they shard."""
         return self.ranks if among_all and not self._alike else 1
 
     def _padded(self, weight: Array) -> Array:
@@ -126,10 +127,10 @@ class Reference:
 
     def _full(self, params: Array) -> Array:
         """A layer's parameters as each rank computes with them, fp32 [N or 1, L]."""
-        return self._spread(params, among_all=self.stage == 3).astype(FP32)
+        return self._spread(params, among_all=self.row.params).astype(FP32)
 
     def _spread(self, state: Array, *, among_all: bool) -> Array:
-        """A state that the ranks share out, given to all of them; or the state as it is."""
+        """A state that the ranks shard, gathered by all of them; or the state as it is."""
         return self._gather(state[0]) if among_all and not self._alike else state
 
     def _reduce(self, grads: Array) -> Array:
@@ -156,13 +157,13 @@ class Reference:
 
     def _update(self, layer: int, grads: Array) -> None:
         states = {band: arrays[layer] for band, arrays in self.states.items()}
-        average = self._spread(self._reduce(grads), among_all=self.stage == 0)
+        average = self._spread(self._reduce(grads), among_all=not self.row.optimizer)
         g = average.astype(FP32)
         m = states[Band.EXP_AVG] + (1 - BETA1) * (g - states[Band.EXP_AVG])
         v = BETA2 * states[Band.EXP_AVG_SQ] + (1 - BETA2) * g * g
         denominator = np.sqrt(v) / (1 - BETA2**self.steps) ** 0.5 + EPS
         main = states[Band.MASTER] + (-LR / (1 - BETA1**self.steps)) * m / denominator
-        params = self._spread(main.astype(self.working), among_all=self.stage in (1, 2))
+        params = self._spread(main.astype(self.working), among_all=self.row.optimizer and not self.row.params)
         new = {
             Band.PARAMS: params, Band.GRADS: average, Band.MAIN_GRADS: g,
             Band.MASTER: main, Band.EXP_AVG: m, Band.EXP_AVG_SQ: v,

@@ -18,7 +18,7 @@ What it does not see: memory that is gone before an operation is over (a tempora
 layer, a collective or Adam: registers, by the rules of the ledger), bookkeeping (one number per
 rank or less, such as losses, and tables of indices), memory that is no NumPy array or in an
 object of another package, and what happens only in other worlds than this one: here a message
-is a copy, so where rows merely change their ranks it is check one that must see what is wrong.
+is a copy, so where rows merely change their ranks it is the comparison of bits that must see what is wrong.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from zerosim.bands import Array, Band, DType
-from zerosim.checks.compare import AS_PREDICTED, RECOUNTED, beside
+from zerosim.checks.compare import RECOUNTED, against_plain
 from zerosim.checks.reference import Pair, Reference
 from zerosim.comm import Comm
 from zerosim.layers import Layer
 from zerosim.ledger import Event, EventKind, Phase
 from zerosim.model import MLP
-from zerosim.records.results import Failure, Settings
-from zerosim.schemes import SCHEMES, Scheme, Stage
+from zerosim.records.results import Check, Failure, Settings
+from zerosim.schemes import Scheme, Stage
 from zerosim.worlds.local import LocalRing
 
 # What is not entered in the search for arrays, as there can be none in it: it would be most of what is looked at.
@@ -73,18 +73,15 @@ OUTSIDE, SHARED = "bytes outside the ledger", "bytes of {} of {} that are also {
 Pause = Callable[[str], None]
 
 
-def run(stage: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[Pair]]) -> list[Failure]:
-    """Train ``stage`` in the strict world and report whatever is not as it must be.
+def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[Pair]]) -> list[Failure]:
+    """Train ``row`` in the strict world and report whatever is not as it must be.
 
     Memory is looked at after every step, and within the last: it meets what the first have left.
     """
-    options = {key: getattr(settings, key) for key in ("precision", "wire", "gather")}
-    ring, model = StrictRing(ranks), StrictMLP(settings.widths, settings.model_seed)
-    scheme = stage(model, ranks, ring=ring, collectives=StrictComm, **options)
+    ring, model = SanitizerRing(ranks), SanitizerMLP(settings.widths, settings.model_seed)
+    scheme = row(model, ranks, settings.options(), capacity=None, ring=ring, collectives=SanitizerComm)
     watch = Watch(scheme, ring, model)
-    reference = Reference(
-        SCHEMES.index(stage), settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT
-    )
+    reference = Reference(row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT)
     failures: list[Failure] = []
     for step, batch in enumerate(batches, start=1):
         watch.begin(step, batch, last=step == len(batches))
@@ -92,14 +89,14 @@ def run(stage: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence
             scheme.step(batch)
         watch.look(AT_REST)
         reference.reach(step, batch)
-        failures += watch.end() + beside(scheme, reference, step, HOW)
+        failures += watch.end() + against_plain(scheme, reference, step, HOW)
     return failures
 
 
 # -- the world
 
 
-class StrictRing(LocalRing):
+class SanitizerRing(LocalRing):
     """All ranks in one process. A message arrives as a copy, in the spare block, with an eighth of it lost."""
 
     def __init__(self, size: int) -> None:
@@ -125,7 +122,7 @@ class StrictRing(LocalRing):
         return spare
 
 
-class StrictComm(Comm):
+class SanitizerComm(Comm):
     """The collectives as they are, with a pause before each, and its bytes kept apart."""
 
     def reduce_scatter(self, *args: Any, name: str = "reduce-scatter", **options: Any) -> None:
@@ -139,29 +136,29 @@ class StrictComm(Comm):
     @contextmanager
     def _apart(self, name: str, *, band: str, unit: str, **others: object) -> Iterator[None]:
         ring = self.ring
-        assert isinstance(ring, StrictRing)
+        assert isinstance(ring, SanitizerRing)
         ring.pause(f"before the {name} of {unit}")
         before = ring.sent
         yield
         ring.passed[name, str(band)] += ring.sent - before
 
 
-class StrictMLP(MLP):
+class SanitizerMLP(MLP):
     """The perceptron as it is, with a pause before each layer, and what it was given kept in mind."""
 
     def __init__(self, widths: Sequence[int], seed: int) -> None:
         super().__init__(widths, seed)
         self.pause: Pause = lambda when: None
         self.given: tuple[Array, ...] = ()
-        self.layers: tuple[Layer, ...] = tuple(_StrictLayer(layer, self) for layer in self.layers)
+        self.layers: tuple[Layer, ...] = tuple(_SanitizerLayer(layer, self) for layer in self.layers)
 
     def check(self, batch: Sequence[Pair], ranks: int) -> tuple[Array, Array]:
         self.given = x, y = super().check(batch, ranks)
         return x, y
 
 
-class _StrictLayer:
-    def __init__(self, layer: Layer, model: StrictMLP) -> None:
+class _SanitizerLayer:
+    def __init__(self, layer: Layer, model: SanitizerMLP) -> None:
         self.name, self.groups = layer.name, layer.groups
         self._layer, self._model = layer, model
 
@@ -169,9 +166,9 @@ class _StrictLayer:
         self._model.pause(f"before the forward of {self.name}")
         return self._layer.forward(*args)
 
-    def backward(self, *args: Any, need_dx: bool) -> Any:
+    def backward(self, *args: Any) -> Any:
         self._model.pause(f"before the backward of {self.name}")
-        return self._layer.backward(*args, need_dx=need_dx)
+        return self._layer.backward(*args)
 
 
 # -- what is looked at in the pauses
@@ -180,7 +177,7 @@ class _StrictLayer:
 class Watch:
     """Looks at a scheme's memory whenever it is told to, and spoils what is not held."""
 
-    def __init__(self, scheme: Scheme, ring: StrictRing, model: StrictMLP) -> None:
+    def __init__(self, scheme: Scheme, ring: SanitizerRing, model: SanitizerMLP) -> None:
         self._scheme, self._ring, self._model = scheme, ring, model
         self._step, self._last = 0, False
         self._batch: Sequence[Pair] = ()
@@ -202,7 +199,7 @@ class Watch:
                 self._tell(PASSED.format(band, name), "", self._ring.passed[name, band], nbytes, rank)
         return [
             Failure(
-                check=AS_PREDICTED, scheme=self._scheme.name, ranks=self._ring.size, step=self._step, rank=rank,
+                check=Check.AS_PREDICTED, scheme=self._scheme.name, ranks=self._ring.size, step=self._step, rank=rank,
                 quantity=f"{what}{when}", measured=f"{measured:,}", expected=f"{expected:,}",
             )
             for (rank, what), (when, measured, expected) in self._found.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -16,7 +17,7 @@ from zerosim.cli.corroborate import corroborate
 from zerosim.cli.errors import Commands, Folder, errors_for_people, printing, replacing, writable
 from zerosim.cli.plan import plan
 from zerosim.lab.data import DATA
-from zerosim.options import GATHERS
+from zerosim.options import Gather
 from zerosim.records.consistency import load
 from zerosim.records.results import Results, Settings, encode, save
 from zerosim.util import sizes
@@ -64,7 +65,11 @@ def main() -> None:
     "--wire", type=click.Choice(list(WIRES)), default="fp32", show_default=True, help="What blocks travel as."
 )
 @click.option(
-    "--gather", type=click.Choice(GATHERS), default="layer", show_default=True, help="What ZeRO-3 gathers at a time."
+    "--gather",
+    type=click.Choice(get_args(Gather)),
+    default="layer",
+    show_default=True,
+    help="What ZeRO-3 gathers at a time.",
 )
 @click.option(
     "--data",
@@ -91,7 +96,7 @@ def main() -> None:
 def lab(out: Path, as_json: bool, **options: object) -> None:  # fmt: skip
     """Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 side by side and check them.
 
-    Check one: after every step all four hold the same bits on every rank. Check two: what was
+    Same training: after every step all four hold the same bits on every rank. As predicted: what was
     measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes when
     a rule is broken on purpose. Exit code 0 only if every check holds.
     """

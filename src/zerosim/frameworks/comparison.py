@@ -40,7 +40,7 @@ from zerosim.records.frameworks import (
 )
 from zerosim.records.real_ranks import Settings
 from zerosim.records.results import Failure
-from zerosim.schemes import DP, SCHEMES, Stage
+from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO3
 
 _SHARDED = {"params": (PARAMS,), "grads": (GRADS,), "optimizer": (MASTER, STATE)}  # by the flag in a scheme's row
 _WHY: dict[object, str] = {
@@ -170,12 +170,12 @@ class Judge:
         size, held = self._settings.ranks, {}
         for what, bands in _SHARDED.items():
             held[what] = sum(rank.held.get(band, 0) for rank in ranks for band in bands) / size
-        whole, shard = (_by_kind(theory.resident(self._job(stage))) for stage in (0, 3))
+        whole, shard = (_by_kind(theory.resident(self._job(stage))) for stage in (DP, ZeRO3))
         sharded = {what: _nearer(held[what], shard[what], whole[what]) for what in _SHARDED}
         stage = next((each for each in SCHEMES if all(getattr(each, what) == sharded[what] for what in _SHARDED)), None)
         if stage is None:
             return None, [f"shards {' and '.join(what for what in _SHARDED if sharded[what])}, as no stage does"]
-        job = self._job(SCHEMES.index(stage))
+        job = self._job(stage)
         n, unit = self._n_params, self._n_params * WIRES[self._row.wire].itemsize * (size - 1) / size
         totals = [sum(rank.held.values()) / n for rank in ranks]
         elsewhere = min(rank.held[ELSEWHERE] for rank in ranks) / n
@@ -187,9 +187,9 @@ class Judge:
         units = 3 if stage.params else 2
         peak = max(sum(rank.peak.values()) for rank in ranks) / n
         highest = sum(theory.peak(job).values()) / n
-        configured = self._row.options.get("stage", job.stage)
+        configured = self._row.options.get("stage", SCHEMES.index(stage))
         departures = [
-            (configured != job.stage, f"stage {configured}", f"though configured as stage {configured}"),
+            (configured != SCHEMES.index(stage), f"stage {configured}", f"though configured as stage {configured}"),
             (elsewhere > 0.05, "elsewhere", f"+{elsewhere:,.2f} B elsewhere"),
             (abs(mean - textbook) > 0.05, "bands", f"its bands take {mean:.2f} B for {textbook:.2f}"),
             (
@@ -209,7 +209,7 @@ class Judge:
         why = _WHY.get((self._row.family, kind)) or _WHY.get(kind)
         return f"{found} ({why})" if why else found
 
-    def _job(self, stage: int) -> theory.Job:
+    def _job(self, stage: Stage) -> theory.Job:
         """This run under a stage, for the formulas."""
         buckets = tuple((pair,) for pair in pairwise(self._settings.widths))
         return theory.Job(stage, buckets, self._settings.ranks, self._settings.batch, self._row.states, self._row.wire)
@@ -238,7 +238,7 @@ def _differing(one: Array, other: Array) -> int:
 
 def _simulated(settings: Settings, steps: int, precision: str) -> Array:
     """The simulator's fp32 parameters [P] after so many steps: the same under every scheme."""
-    scheme = DP(agreed.model(settings), settings.ranks, precision=precision)
+    scheme: Scheme = DP(agreed.model(settings), settings.ranks, precision=precision)
     for batch in agreed.data(msgspec.structs.replace(settings, steps=steps)):
         scheme.step(batch)
     return scheme.full_theta()

@@ -6,12 +6,15 @@ another size in one scheme. They show what the rules are worth; they are no chec
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from zerosim.bands import Array, Band
 from zerosim.checks.compare import bits
 from zerosim.lab.experiment import batches_of
 from zerosim.model import MLP
+from zerosim.options import Options
 from zerosim.records.results import Drift, NarrowWire, Settings, WholeModelGather
 from zerosim.schemes import DP, Stage, ZeRO2, ZeRO3
 
@@ -21,16 +24,16 @@ NARROW = {"mixed": "fp16", "bf16": "bf16"}  # precisions whose gradients and par
 def whole_model_gather(settings: Settings, model: MLP) -> WholeModelGather:
     """ZeRO-3 after one step, once gathering everything at once and once layer by layer."""
     [batch] = batches_of(settings, settings.ranks, 1)
-    options = {"precision": settings.precision, "wire": settings.wire}
-    by_layer = ZeRO3(model, settings.ranks, gather="layer", **options)
-    at_once = ZeRO3(model, settings.ranks, gather="model", **options)
+    options = Options(precision=settings.precision, wire=settings.wire)
+    by_layer = ZeRO3(model, settings.ranks, options)
+    at_once = ZeRO3(model, settings.ranks, options, gather="model")
     for scheme in (by_layer, at_once):
         scheme.step(batch)
     peak = at_once.reports[-1].peak_without_activations
     return WholeModelGather(
         states=sum(at_once.reports[-1].resident.values()),
         gathered=peak.by_band.get(Band.GATHERED, 0),
-        zero2_resident=ZeRO2(model, settings.ranks, **options).ledger.total,
+        zero2_resident=ZeRO2(model, settings.ranks, options).ledger.total,
         peak=peak.total,
         peak_by_layer=by_layer.reports[-1].peak_without_activations.total,
     )
@@ -56,7 +59,7 @@ def narrow_wire(settings: Settings, model: MLP) -> NarrowWire:
         drift=_drift(
             settings,
             model,
-            *((ZeRO2, {"precision": settings.precision, "wire": dtype}) for dtype in ("fp32", wire)),
+            *((ZeRO2, Options(precision=settings.precision, wire=dtype)) for dtype in ("fp32", wire)),
         ),
     )
 
@@ -65,17 +68,15 @@ def whole_model_bucket(settings: Settings, model: MLP) -> dict[str, Drift]:
     """ZeRO-2 with one bucket for everything against data parallel with one per layer, by precision."""
     drifts: dict[str, Drift] = {}
     for precision in dict.fromkeys(("fp32", settings.precision)):
-        options: dict[str, str] = {
-            "precision": precision,
-            "wire": settings.wire if precision == settings.precision else "fp32",
-        }
-        drifts[precision] = _drift(settings, model, (DP, options), (ZeRO2, options | {"bucket": "model"}))
+        options = Options(precision=precision, wire=settings.wire if precision == settings.precision else "fp32")
+        whole = replace(options, bucket="model")
+        drifts[precision] = _drift(settings, model, (DP, options), (ZeRO2, whole))
     return drifts
 
 
-def _drift(settings: Settings, model: MLP, *sides: tuple[Stage, dict[str, str]]) -> Drift:
+def _drift(settings: Settings, model: MLP, *sides: tuple[Stage, Options]) -> Drift:
     """Two runs on the same batches: how far the second's fp32 parameters are from the first's after each step."""
-    one, other = (stage(model, settings.ranks, **options) for stage, options in sides)
+    one, other = (row(model, settings.ranks, options) for row, options in sides)
     differing, largest = [], []
     for batch in batches_of(settings, settings.ranks, settings.steps):
         one.step(batch)

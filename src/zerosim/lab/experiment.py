@@ -11,8 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from zerosim import theory
-from zerosim.checks import compare as checks
-from zerosim.checks import sanitizer as strict
+from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
 from zerosim.lab.data import Pair, batches
 from zerosim.ledger import Peak, Report
@@ -30,7 +29,7 @@ from zerosim.records.results import (
     SweepRow,
     TrafficRecord,
 )
-from zerosim.schemes import SCHEMES, Scheme, Stage
+from zerosim.schemes import DP, Scheme, Stage
 
 STRICT_STEPS = 2  # what the first leaves behind, the second meets
 
@@ -40,10 +39,10 @@ def model_of(settings: Settings) -> MLP:
     return MLP(settings.widths, seed=settings.model_seed)
 
 
-def job_of(settings: Settings, model: MLP, stage: int, ranks: int) -> theory.Job:
-    """The run of a stage on so many ranks, as the closed forms see it."""
+def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job:
+    """The run of a row on so many ranks, as the closed forms see it."""
     return theory.Job(
-        stage=stage,
+        row=row,
         buckets=tuple((pair,) for pair in pairwise(model.widths)),
         ranks=ranks,
         rows=settings.batch,
@@ -61,7 +60,7 @@ def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair
 
 def plain_training(settings: Settings, ranks: int) -> Reference:
     """What all schemes on so many ranks are held against."""
-    return Reference(1, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire)
+    return Reference(DP, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire)
 
 
 class Run:
@@ -70,20 +69,17 @@ class Run:
     ``plain`` is the training that it is held against; runs in lockstep may share one.
     """
 
-    def __init__(
-        self, stage: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None
-    ) -> None:
-        self.stage = stage
+    def __init__(self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None) -> None:
+        self.row = row
         self._settings = settings
         self._plain = plain or plain_training(settings, ranks)
-        self.job = job_of(settings, model, SCHEMES.index(stage), ranks)
+        self.job = job_of(settings, model, row, ranks)
         self.capacity = settings.capacity
         self.death: Death | None = None
         self.failures: list[Failure] = []
         self._scheme: Scheme | None = None
-        options = {key: getattr(settings, key) for key in ("precision", "wire", "gather", "capacity")}
         try:
-            self._scheme = stage(model, ranks, **options)
+            self._scheme = row(model, ranks, settings.options())
         except OutOfMemory as error:
             self._die(error, 0)
 
@@ -114,8 +110,8 @@ class Run:
         else:
             step = len(self.reports)
             self._plain.reach(step, batch)
-            self.failures += checks.beside(self.scheme, self._plain, step)
-            self.failures += checks.audit(self.scheme, self.reports[-1], self.job)
+            self.failures += compare.against_plain(self.scheme, self._plain, step)
+            self.failures += compare.audit(self.scheme, self.reports[-1], self.job)
 
     def _die(self, error: OutOfMemory, step: int) -> None:
         self.death = Death(
@@ -125,21 +121,20 @@ class Run:
     def survives_predicted(self) -> bool:
         return self.capacity is None or sum(theory.peak(self.job).values()) <= self.capacity
 
-    def finish(self, *, strictly: bool = True) -> list[Failure]:
+    def finish(self, *, sanitized: bool = True) -> list[Failure]:
         """All that did not hold, survival on the card included, and what one more run in a stricter world finds."""
-        failures = self.failures + checks.survival(
-            self.stage.name, self.job.ranks, self.death, self.survives_predicted()
+        failures = self.failures + compare.survival(
+            self.row.name, self.job.ranks, self.death, self.survives_predicted()
         )
-        if strictly and self.alive:
+        if sanitized and self.alive:
             batches = list(batches_of(self._settings, self.job.ranks, STRICT_STEPS))
-            failures += strict.run(self.stage, self._settings, self.job.ranks, batches)
+            failures += sanitizer.run(self.row, self._settings, self.job.ranks, batches)
         return failures
 
     def record(self) -> SchemeRecord:
         reports = self._all_reports()
         return SchemeRecord(
-            name=self.stage.name,
-            stage=self.job.stage,
+            row=self.row,
             prediction=Prediction(
                 resident=_plain(theory.resident(self.job)),
                 peak=_plain(theory.peak(self.job)),
@@ -158,7 +153,7 @@ class Run:
         report = self.reports[-1] if self.alive else Report(step=0)
         return SweepRow(
             ranks=self.job.ranks,
-            scheme=self.stage.name,
+            scheme=self.row.name,
             resident=sum(report.resident.values()),
             resident_predicted=sum(theory.resident(self.job).values()),
             peak=report.peak.total,

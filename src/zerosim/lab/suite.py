@@ -1,4 +1,4 @@
-"""The lab: four schemes side by side, the two checks, the sweep over N, and the artefacts.
+"""The lab: four schemes side by side, the two checks, the sweep over N, and the ablations.
 
 Owns what is run and in which order. Prints and draws nothing.
 """
@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from zerosim import options as preflight
 from zerosim import theory
-from zerosim.bands import PRECISIONS
-from zerosim.checks import compare as checks
-from zerosim.lab import ablations as artefacts
+from zerosim.checks import compare
+from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
 from zerosim.model import MLP
 from zerosim.records.results import SCHEMA, Artefacts, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
-from zerosim.schemes import SCHEMES
+from zerosim.schemes import SCHEMES, Stage
+from zerosim.util import arguments
 
 Advance = Callable[[str], None]
 SWEEP_STEPS = 2  # the second shows that a step ends where it began
 
 
-def run(settings: Settings, advance: Advance = lambda doing: None) -> Results:
-    """Everything that ``zerosim lab`` measures. ``advance`` is told of each of the ``work(settings)`` pieces.
+def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequence[Stage] = SCHEMES) -> Results:
+    """Everything that ``zerosim lab`` measures, of the four schemes or of other ``rows``.
 
-    Raises ValueError, TypeError, ModuleNotFoundError or MemoryError for settings that cannot
-    be run, before anything is run.
+    ``advance`` is called for each of the ``work(settings, rows)`` pieces. Raises ValueError, TypeError,
+    ModuleNotFoundError or MemoryError for settings that cannot be run, before anything is run.
     """
-    validate(settings)
+    validate(settings, rows)
     model = model_of(settings)
-    schemes, differences, failures = _side_by_side(settings, model, advance)
-    sweep, found = _sweep(settings, model, advance)
+    schemes, differences, failures = _side_by_side(settings, rows, model, advance)
+    sweep, found = _sweep(settings, rows, model, advance)
     return Results(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,38 +48,30 @@ def run(settings: Settings, advance: Advance = lambda doing: None) -> Results:
     )
 
 
-def validate(settings: Settings) -> None:
-    """Refuse settings that cannot be run."""
-    for option in ("ranks", "steps", "batch"):
-        preflight.positive_int("lab", option, getattr(settings, option))
-    for option in ("seed", "model_seed"):
-        if getattr(settings, option) < 0:
-            raise ValueError(f"lab({option}): a seed is 0 or more; got {getattr(settings, option)}.")
-    preflight.check_options(
-        settings.ranks,
-        precision=settings.precision,
-        wire=settings.wire,
-        gather=settings.gather,
-        bucket="layer",
-        capacity=settings.capacity,
-    )
-    if not PRECISIONS[settings.precision].everywhere:
+def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
+    """Refuse what cannot be run."""
+    for option, least in (("ranks", 1), ("steps", 1), ("batch", 1), ("seed", 0), ("model_seed", 0)):
+        arguments.integer("lab", option, getattr(settings, option), least)
+    names = [row.name for row in rows]
+    if not rows or len(set(names)) < len(names):
+        raise ValueError(f"lab(rows): one or more rows are needed, each of another name; got {names}.")
+    if not settings.options().recipe.everywhere:
         raise ValueError(
             f"lab(precision): {settings.precision} exists under ZeRO-3 alone, and the lab compares all four. Use bf16."
         )
-    preflight.one_of("lab", "data", settings.data, DATA)
+    arguments.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
-    preflight.check_memory(
+    arguments.check_memory(
         f"lab(ranks={settings.ranks})",
-        _footprint(settings, model, settings.ranks),
-        {f"ranks={n}": _footprint(settings, model, n) for n in sweep_ranks(settings.ranks)[-2::-1]},
+        _footprint(settings, rows, model, settings.ranks),
+        {f"ranks={n}": _footprint(settings, rows, model, n) for n in sweep_ranks(settings.ranks)[-2::-1]},
     )
     next(batches_of(settings, 1, 1))
 
 
-def _footprint(settings: Settings, model: MLP, ranks: int) -> int:
-    """Bytes of this process for the four schemes on ``ranks`` ranks at their peaks."""
-    return ranks * sum(sum(theory.peak(job_of(settings, model, stage, ranks)).values()) for stage in range(4))
+def _footprint(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> int:
+    """Bytes of this process for the schemes on ``ranks`` ranks at their peaks."""
+    return ranks * sum(sum(theory.peak(job_of(settings, model, row, ranks)).values()) for row in rows)
 
 
 def sweep_ranks(ranks: int) -> list[int]:
@@ -88,51 +79,53 @@ def sweep_ranks(ranks: int) -> list[int]:
     return sorted({1 << power for power in range(ranks.bit_length())} | {ranks})
 
 
-def work(settings: Settings) -> int:
+def work(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> int:
     """How many times ``run`` will call ``advance``."""
-    return len(SCHEMES) * (settings.steps + len(sweep_ranks(settings.ranks))) + 3
+    return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks))) + 3
 
 
 def _side_by_side(
-    settings: Settings, model: MLP, advance: Advance
+    settings: Settings, rows: Sequence[Stage], model: MLP, advance: Advance
 ) -> tuple[list[SchemeRecord], list[Difference], list[Failure]]:
-    """The four schemes in lockstep on the same batches, compared after every step."""
+    """The schemes in lockstep on the same batches, compared after every step."""
     plain = plain_training(settings, settings.ranks)
-    runs = [Run(stage, settings, model, settings.ranks, plain) for stage in SCHEMES]
+    runs = [Run(row, settings, model, settings.ranks, plain) for row in rows]
     differences: list[Difference] = []
     failures: list[Failure] = []
     for step, batch in enumerate(batches_of(settings, settings.ranks, settings.steps), start=1):
         for each in runs:
-            advance(f"step {step} of {settings.steps}: {each.stage.name}")
+            advance(f"step {step} of {settings.steps}: {each.row.name}")
             each.step(batch)
         alive = [each for each in runs if each.alive]
         if not alive:
             continue
-        reference = checks.whole_states(alive[0].scheme)
+        reference = compare.whole_states(alive[0].scheme)
         for each in alive:
             if each is alive[0] and each.scheme.shard.optimizer:
                 continue  # no copies to compare: its shards against themselves would prove nothing
-            difference, found = checks.compare(each.scheme, reference, step)
+            difference, found = compare.compare(each.scheme, reference, step)
             differences.append(difference)
             failures += found
-        failures += checks.same_losses({each.stage.name: each.reports[-1].loss for each in alive}, settings.ranks, step)
+        failures += compare.same_losses({each.row.name: each.reports[-1].loss for each in alive}, settings.ranks, step)
     for each in runs:
-        failures += each.finish(strictly=False)  # the sweep goes up to this N, and there is strict
+        failures += each.finish(sanitized=False)  # the sweep goes up to this N, and is sanitized
     return [each.record() for each in runs], differences, failures
 
 
-def _sweep(settings: Settings, model: MLP, advance: Advance) -> tuple[list[SweepRow], list[Failure]]:
-    """All four on each N, a few steps each, audited like the rest."""
+def _sweep(
+    settings: Settings, schemes: Sequence[Stage], model: MLP, advance: Advance
+) -> tuple[list[SweepRow], list[Failure]]:
+    """All schemes on each N, a few steps each, audited like the rest."""
     rows: list[SweepRow] = []
     failures: list[Failure] = []
     for ranks in sweep_ranks(settings.ranks):
         plain = plain_training(settings, ranks)
-        runs = [Run(stage, settings, model, ranks, plain) for stage in SCHEMES]
+        runs = [Run(row, settings, model, ranks, plain) for row in schemes]
         for batch in batches_of(settings, ranks, SWEEP_STEPS):
             for each in runs:
                 each.step(batch)
         for each in runs:
-            advance(f"sweep, N = {ranks}: {each.stage.name}")
+            advance(f"sweep, N = {ranks}: {each.row.name}")
             rows.append(each.sweep_row())
             failures += each.finish()
     return rows, failures
@@ -142,11 +135,11 @@ def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
     """With one rank there is nothing to see, and fp32 parameters cannot travel in 16 bits."""
     several = settings.ranks > 1
     advance("gathering the whole model at once")
-    gather = artefacts.whole_model_gather(settings, model) if several else None
+    gather = ablations.whole_model_gather(settings, model) if several else None
     advance("a narrow wire")
-    narrow = artefacts.narrow_wire(settings, model) if several and settings.precision in artefacts.NARROW else None
+    narrow = ablations.narrow_wire(settings, model) if several and settings.precision in ablations.NARROW else None
     advance("buckets of another size in one scheme")
-    bucket = artefacts.whole_model_bucket(settings, model) if several else {}
+    bucket = ablations.whole_model_bucket(settings, model) if several else {}
     return Artefacts(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
 
 

@@ -82,7 +82,7 @@ class Runner:
         """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
         ready = self.ready(stage, micro_batch)
         options = self.options(stage) | ready.options
-        scheme = Scheme(SCHEMES[stage], ready.model, ranks, ring=DryRing(ranks), capacity=capacity, **options)
+        scheme: Scheme = SCHEMES[stage](ready.model, ranks, ring=DryRing(ranks), capacity=capacity, **options)
         if scheme.shard is not DP:  # with one rank nothing is reduced, and no bucket is there
             for band, elements in self._beside(stage).items():
                 scheme.ranks.hold(band, (elements,), "bucket")

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from zerosim import options as preflight
 from zerosim.real_ranks import setup as agreed
 from zerosim.real_ranks.comparison import BITS, PROCESS, SOCKETS, Evidence
 from zerosim.real_ranks.coordinator import Hub, RankFailure
@@ -23,6 +22,7 @@ from zerosim.real_ranks.launch import Group, Nursery, NurseryError
 from zerosim.real_ranks.messages import Arrived, Go, Hello, Job, Ready, Simulated, Stepped
 from zerosim.records.real_ranks import RECIPES, RING, SCHEMA, Corroboration, Run, Settings
 from zerosim.records.results import Failure
+from zerosim.util import arguments
 
 Advance = Callable[[str], None]
 METERED = ("gloo",)  # backends whose framing is known, and that sum in the order of the ring
@@ -79,14 +79,14 @@ def validate(settings: Settings) -> None:
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("corroborate needs torch, on which the real ranks run; pip install 'zerosim[torch]'.")
     for option in ("ranks", "steps", "batch"):
-        preflight.positive_int("corroborate", option, getattr(settings, option))
+        arguments.integer("corroborate", option, getattr(settings, option))
     if settings.ranks < 2:
         raise ValueError("corroborate(ranks): one rank alone sends nothing that could be compared; pass 2 or more.")
     for precision in settings.precisions:
-        preflight.one_of("corroborate", "precision", precision, RECIPES)
+        arguments.one_of("corroborate", "precision", precision, RECIPES)
     for collectives in settings.collectives:
-        preflight.one_of("corroborate", "collectives", collectives, agreed.COLLECTIVES)
-    preflight.one_of("corroborate", "wire", settings.wire, ("fp32", agreed.WORKING))
+        arguments.one_of("corroborate", "collectives", collectives, agreed.COLLECTIVES)
+    arguments.one_of("corroborate", "wire", settings.wire, ("fp32", agreed.WORKING))
 
 
 def work(settings: Settings) -> int:

@@ -125,7 +125,9 @@ class _Part:
         return kernel
 
     def _scheme(self, plan: agreed.Plan) -> Scheme:
-        return plan.stage(self._model, self._job.world, ring=self._ring, **agreed.options(self._job.settings, plan))
+        options = agreed.options(self._job.settings, plan)
+        scheme: Scheme = plan.stage(self._model, self._job.world, ring=self._ring, **options)
+        return scheme
 
     def _order(self) -> str:
         """Whether the library's all-reduce sums in the ring's order."""

@@ -16,10 +16,17 @@ from zerosim.bands import Band
 from zerosim.ledger import EventKind, Phase
 from zerosim.records import results as recorded
 from zerosim.records.files import ResultsError
-from zerosim.records.results import Difference, EventRecord, Results, SchemeRecord, Settings, StepRecord, SweepRow
-from zerosim.report.colors import SCHEMES
+from zerosim.records.results import (
+    Check,
+    Difference,
+    EventRecord,
+    Results,
+    SchemeRecord,
+    Settings,
+    StepRecord,
+    SweepRow,
+)
 
-NAMES = tuple(SCHEMES)
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
 
 
@@ -39,9 +46,9 @@ def contradictions(results: Results) -> Iterator[str]:
         yield f"widths {settings.widths} make {sum(sizes):,} parameters, not {results.n_params:,}"
     if settings.seed < 0 or settings.model_seed < 0:
         yield f"a seed is 0 or more, not {min(settings.seed, settings.model_seed)}"
-    found = [(record.name, record.stage) for record in results.schemes]
-    if found != [(name, stage) for stage, name in enumerate(NAMES)]:
-        yield f"a lab runs the stages {', '.join(NAMES)}, in this order; here are {found}"
+    names = [record.name for record in results.schemes]
+    if not names or len(set(names)) < len(names):
+        yield f"a lab runs one or more schemes, each of another name; here are {names}"
         return
     for record in results.schemes:
         yield from (f"{record.name}: {wrong}" for wrong in _scheme(record, settings))
@@ -139,7 +146,7 @@ def _differences(results: Results) -> Iterator[str]:
     ranks, expected = results.settings.ranks, []
     for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
         alive = [record for record in results.schemes if len(record.steps) >= step]
-        expected += [(step, each.name) for each in alive if not (each is alive[0] and each.stage and ranks > 1)]
+        expected += [(step, each.name) for each in alive if not (each is alive[0] and each.row.optimizer and ranks > 1)]
     if [(each.step, each.scheme) for each in results.differences] != expected:
         yield f"{len(expected)} comparisons belong to these steps, each of its own scheme; got others"
     for each in results.differences:
@@ -161,8 +168,9 @@ def _difference(each: Difference) -> Iterator[str]:
 def _sweep(results: Results) -> Iterator[str]:
     rows, top = results.sweep, results.settings.ranks
     counts = list(dict.fromkeys(row.ranks for row in rows))
-    if [(row.ranks, row.scheme) for row in rows] != [(ranks, name) for ranks in counts for name in NAMES]:
-        yield f"for each N the sweep has a row for each of {', '.join(NAMES)}, in this order"
+    names = [record.name for record in results.schemes]
+    if [(row.ranks, row.scheme) for row in rows] != [(ranks, name) for ranks in counts for name in names]:
+        yield f"for each N the sweep has a row for each of {', '.join(names)}, in this order"
     if rows and (counts != sorted(counts) or counts[-1] != top):
         yield f"the sweep goes up to N = {top}; got {counts}"
     for row in rows:
@@ -199,21 +207,21 @@ def _artefacts(results: Results) -> Iterator[str]:
 def _verdicts(results: Results) -> Iterator[str]:
     """Whatever is not alike, or not as predicted, has a failure that says so."""
     said = {(each.check, each.scheme, each.ranks) for each in results.failures}
-    ranks = results.settings.ranks
+    ranks, names = results.settings.ranks, [record.name for record in results.schemes]
     for check, scheme, n in said:
-        if check not in ("check one", "check two") or scheme not in NAMES or n < 1:
+        if check not in tuple(Check) or scheme not in names or n < 1:
             yield f"no check, scheme and N are called {check!r}, {scheme!r} and {n}"
     for each in results.differences:
-        if any(each.differing.values()) and ("check one", each.scheme, ranks) not in said:
+        if any(each.differing.values()) and (Check.SAME_TRAINING, each.scheme, ranks) not in said:
             yield f"bits of {each.scheme} differ after step {each.step}, and no failure says so"
     for step in range(max(len(record.steps) for record in results.schemes)):
         losses = {str(record.steps[step].loss) for record in results.schemes if step < len(record.steps)}
-        if len(losses) > 1 and not any(check == "check one" for check, _, _ in said):
+        if len(losses) > 1 and not any(check == Check.SAME_TRAINING for check, _, _ in said):
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
         fits = results.settings.capacity is None or sum(record.prediction.peak.values()) <= results.settings.capacity
         as_predicted = fits == (record.death is None) and all(_as_predicted(record, step) for step in record.steps)
-        if not as_predicted and ("check two", record.name, ranks) not in said:
+        if not as_predicted and (Check.AS_PREDICTED, record.name, ranks) not in said:
             yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
     for row in results.sweep:
         measured = (row.resident, row.peak, row.peak_without_activations, row.sent)
@@ -222,7 +230,7 @@ def _verdicts(results: Results) -> Iterator[str]:
         )  # fmt: skip
         fits = results.settings.capacity is None or row.peak_predicted <= results.settings.capacity
         as_predicted = row.survives == row.survives_predicted == fits and (not row.survives or measured == expected)
-        if not as_predicted and ("check two", row.scheme, row.ranks) not in said:
+        if not as_predicted and (Check.AS_PREDICTED, row.scheme, row.ranks) not in said:
             yield f"the sweep, {row.scheme}, N = {row.ranks}: not as predicted, and no failure says so"
 
 

@@ -12,11 +12,17 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import msgspec
 
-Record = TypeVar("Record", bound=msgspec.Struct)
+
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))  # what msgspec does, for mypy
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a file: it cannot be changed, and a field that it does not know is an error on reading."""
+
+
+Kind = TypeVar("Kind", bound=Record)
 
 
 class ResultsError(ValueError):
@@ -44,7 +50,7 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def encoded(record: msgspec.Struct) -> bytes:
+def encoded(record: Record) -> bytes:
     """A record as indented JSON. What is no finite number, in a run that diverged, stands as NaN or Infinity."""
     return json.dumps(msgspec.to_builtins(record), indent=1).encode() + b"\n"
 
@@ -58,7 +64,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def read(path: Path, schema: str, kind: type[Record]) -> Record:
+def read(path: Path, schema: str, kind: type[Kind]) -> Kind:
     """The record of ``kind`` in a file that says that it is of ``schema``.
 
     ResultsError, with the reason, if the file cannot be read, is not whole, is of another

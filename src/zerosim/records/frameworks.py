@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-import msgspec
-
 from zerosim.bands import Array
 from zerosim.real_ranks.meter import Counters
-from zerosim.records.files import encoded
+import msgspec
+
+from zerosim.records.files import Record, encoded
 from zerosim.records.real_ranks import Settings
 from zerosim.records.results import Failure
 
@@ -136,7 +136,7 @@ class Seen(NamedTuple):
 # -- the record
 
 
-class Gradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Gradients(Record):
     """One step's gradients against the ring over the local ones, over all ranks: elements, and those that differ."""
 
     step: int
@@ -144,7 +144,7 @@ class Gradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     differing: int
 
 
-class RankSeen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RankSeen(Record):
     """One rank. Bytes held by band as the update begins and after the step, and at the peak by where it came from.
 
     ``exact`` is False where the peak may count blocks that had been freed. ``asked``: what the ring
@@ -163,7 +163,7 @@ class RankSeen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     kernel: dict[str, list[int]]
 
 
-class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Framework(Record):
     """One framework's run, or in ``skipped`` why there is none.
 
     ``collectives`` counts those of a settled step by name. ``differing`` parameters and their
@@ -176,17 +176,17 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     precision: str
     wire: str
     skipped: str = ""
-    ranks: list[RankSeen] = []
-    collectives: dict[str, int] = {}
+    ranks: list[RankSeen] = msgspec.field(default_factory=list)
+    collectives: dict[str, int] = msgspec.field(default_factory=dict)
     differing: int = 0
     largest: float = 0.0
-    gradients: list[Gradients] = []
-    unmeasured: dict[str, str] = {}
+    gradients: list[Gradients] = msgspec.field(default_factory=list)
+    unmeasured: dict[str, str] = msgspec.field(default_factory=dict)
     stage: str = ""
-    departs: list[str] = []
+    departs: list[str] = msgspec.field(default_factory=list)
 
 
-class Frameworks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Frameworks(Record):
     """Everything that was found. ``ended`` says why if a run ended early; what is missing is then skipped."""
 
     schema: str

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from zerosim.records.files import encoded, read, write_whole
+from zerosim.records.files import Record, encoded, read, write_whole
 
 SCHEMA = "zerosim.plan/1"
 
@@ -20,7 +20,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, le=3)]
 
 
-class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Network(Record):
     """What bounds the time, where it is not the card's own: FLOP/s, bytes/s and seconds a hop within a node and
     between nodes, cards in a node. None: the preset's. ``efficiency`` is the part of the peak that is reached."""
 
@@ -33,7 +33,7 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     node: Positive | None = None
 
 
-class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Question(Record):
     """What was asked.
 
     ``asked`` are the numbers of GPUs that were named, ``gpus`` those that are tabulated. ``memory``
@@ -68,7 +68,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ladder: str | None = None
 
 
-class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Unit(Record):
     """Something that is gathered and reduced as a whole, and how many there are of its size in a row."""
 
     name: str
@@ -76,7 +76,7 @@ class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     count: Positive = 1
 
 
-class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelRecord(Record):
     """What was found out about the model. ``sequence`` is None where there is none."""
 
     name: str
@@ -90,7 +90,7 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     notes: list[str]
 
 
-class Instant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Instant(Record):
     """The highest instant: total bytes, the bands then, and whose hold in which phase reached it.
 
     ``by_unit``: what comes and goes within a step, by the units that held the most of it, largest first.
@@ -108,7 +108,7 @@ class Instant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return max(self.by_band, key=lambda band: self.by_band[band], default="")
 
 
-class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Moved(Record):
     """What a rank sends in a step by one collective for one band."""
 
     collective: str
@@ -117,7 +117,7 @@ class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     messages: int
 
 
-class Shortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Shortage(Record):
     """The hold that a card has no room for: of which band, for which unit, and what is held by then."""
 
     band: str
@@ -126,7 +126,7 @@ class Shortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     held: dict[str, int]
 
 
-class Time(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Time(Record):
     """The least seconds of a step, a bound and no forecast: without overlap and with it, and what binds it."""
 
     compute: float
@@ -137,7 +137,7 @@ class Time(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     binding: str
 
 
-class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Cluster(Record):
     """What the time is bounded with: the card, FLOP/s by dtype times the efficiency, bytes/s, seconds a hop."""
 
     card: str
@@ -153,7 +153,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     source: str
 
 
-class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Cell(Record):
     """A step of one stage on N GPUs. ``room`` is what a card has left at the peak, negative if it's short."""
 
     stage: StageNumber
@@ -183,7 +183,7 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return None if self.room is None else self.room >= 0
 
 
-class Smallest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Smallest(Record):
     """The smallest N that a stage fits on, in whole and by its model states alone; None if none up to ``limit``."""
 
     stage: StageNumber
@@ -193,7 +193,7 @@ class Smallest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     limit: Positive
 
 
-class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Largest(Record):
     """The largest micro-batch of a stage on N GPUs; 0 if a row is too many, ``at_least`` if the search ended there."""
 
     stage: StageNumber
@@ -203,7 +203,7 @@ class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     at_least: bool
 
 
-class Nowhere(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Nowhere(Record):
     """A card too small for any N: what is needed by the stage and on the N that need least, and what is to blame."""
 
     stage: StageNumber
@@ -213,7 +213,7 @@ class Nowhere(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     shortage: Shortage
 
 
-class Oddity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Oddity(Record):
     """A stage that needs more than a lower one, or a number of GPUs than a smaller one; and the band that grew most."""
 
     lower: str
@@ -224,7 +224,7 @@ class Oddity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     band_more: int
 
 
-class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Estimate(Record):
     """What a well-known formula says of the same question, and why ours differs.
 
     ``beside``: what the formula has more of than the ledger, or below zero less, by band; equal bands are out.
@@ -242,7 +242,7 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     source: str
 
 
-class Rung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Rung(Record):
     """The largest model of a family that one stage holds on N cards; ``size`` 0 if not even the smallest."""
 
     stage: StageNumber
@@ -255,7 +255,7 @@ class Rung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     at_least: bool
 
 
-class Ladder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Ladder(Record):
     """A family of models, from small to large, and how far each stage gets."""
 
     family: str
@@ -263,7 +263,7 @@ class Ladder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     rungs: list[Rung]
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Plan(Record):
     """Everything that a plan says. ``why`` and ``left_out``: the convention's rules, and what of it is not counted."""
 
     schema: str

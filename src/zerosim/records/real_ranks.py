@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
-from zerosim.records.files import encoded, read, write_whole
+from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.records.results import Failure
 
 SCHEMA = "zerosim.corroborate/1"
@@ -21,7 +19,7 @@ FAULTS = ("bit", "hop", "kill", "stop")
 EXTRA_HOP = 1000  # bytes that the fault "hop" sends
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Fault(Record):
     """What is broken on purpose: one of ``FAULTS``, on ``rank`` in ``step`` of every run."""
 
     kind: str
@@ -29,7 +27,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     step: int
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Settings(Record):
     """What was asked for, and what all ranks must agree on.
 
     ``batch`` is rows per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
@@ -49,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fault: Fault | None
 
 
-class Flow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Flow(Record):
     """What a rank sent, or received, in each step: every count of it.
 
     ``simulated`` by the simulator, ``booked`` by the rank's own ledger, ``handed`` to torch
@@ -66,7 +64,7 @@ class Flow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     kernel: dict[str, list[int]]
 
 
-class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RankRecord(Record):
     """One rank of one run: its traffic, its bytes by band at rest and at the peak, and its process's memory."""
 
     rank: int
@@ -77,7 +75,7 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rss: int
 
 
-class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StepTime(Record):
     """Seconds of a step on the rank that took longest, compute and communication apart.
 
     Waiting for a slower rank is communication.
@@ -88,7 +86,7 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     communication: float
 
 
-class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Run(Record):
     """One scheme on one wire in one precision, simulated and real.
 
     ``compared`` and ``differing`` count elements by band over all ranks and steps;
@@ -109,7 +107,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     times: list[StepTime]
 
 
-class Corroboration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Corroboration(Record):
     """Everything that was found.
 
     ``ended`` says why if it is not ``complete``. ``order`` is the order in which the backend's

@@ -7,20 +7,23 @@ Bytes and FLOPs are integers, per rank; a list over ranks has one entry per rank
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, cast
 
 import msgspec
 
-from zerosim.records.files import encoded, read, write_whole
+from zerosim.options import Gather, Options
+from zerosim.records.files import Record, encoded, read, write_whole
+from zerosim.stages import Stage
 
-SCHEMA = "zerosim.lab.suite/1"
+SCHEMA = "zerosim.lab/2"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # bytes, operations, elements: what a reader can count
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Settings(Record):
     """What was asked for.
 
     ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
@@ -32,15 +35,28 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     batch: Positive
     seed: int
     model_seed: int
-    precision: Literal["mixed", "bf16", "fp32"]
-    wire: Literal["fp32", "fp16", "bf16"]
-    gather: Literal["layer", "model"]
+    precision: str
+    wire: str
+    gather: str
     data: str
     capacity: Positive | None
     widths: list[Positive]
 
+    def options(self) -> Options:
+        """The options of the training runs. ValueError for what does not go together."""
+        return Options(
+            precision=self.precision, wire=self.wire, gather=cast("Gather", self.gather), capacity=self.capacity
+        )
 
-class PeakRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class Check(StrEnum):
+    """What is checked of a lab run."""
+
+    SAME_TRAINING = "same training"  # every scheme holds the bits that data parallel, and plain training, hold
+    AS_PREDICTED = "as predicted"  # every count is the closed form's
+
+
+class PeakRecord(Record):
     """The highest instant: total bytes, the bands at that instant, and whose hold in which phase reached it."""
 
     total: Count
@@ -49,7 +65,7 @@ class PeakRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     phase: str
 
 
-class TrafficRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrafficRecord(Record):
     """What one collective moved for one band in a step."""
 
     collective: str
@@ -60,7 +76,7 @@ class TrafficRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     messages: Count
 
 
-class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StepRecord(Record):
     """One step of one scheme, measured."""
 
     step: Count
@@ -78,7 +94,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return max((sum(column) for column in zip(*(moved.sent for moved in self.traffic), strict=True)), default=0)
 
 
-class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Prediction(Record):
     """What the closed forms say of one step of one scheme."""
 
     resident: dict[str, Count]
@@ -90,7 +106,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     flops: dict[str, Count]
 
 
-class EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, array_like=True):
+class EventRecord(Record, array_like=True):
     """One entry of a step's log, as an array: kind, name, unit, bytes, bytes held after it, seconds, phase."""
 
     kind: str
@@ -102,7 +118,7 @@ class EventRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     phase: str
 
 
-class Death(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Death(Record):
     """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
 
     step: Count
@@ -113,20 +129,23 @@ class Death(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     held: dict[str, Count]
 
 
-class SchemeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One scheme's run: every step measured, the prediction, and the events of the last step."""
+class SchemeRecord(Record):
+    """One scheme's run: its row, every step measured, the prediction, and the events of the last step."""
 
-    name: str
-    stage: Count
+    row: Stage
     prediction: Prediction
     steps: list[StepRecord]
     events: list[EventRecord]
     death: Death | None
 
+    @property
+    def name(self) -> str:
+        """The row's."""
+        return self.row.name
 
-class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Check one, for a scheme after a step: elements whose bits differ over all ranks, and the largest difference.
 
+class Difference(Record):
+    """The same training, for a scheme after a step: elements whose bits differ over all ranks, and by how much.
 
     By band, against data parallel, or the first scheme that has survived; data parallel itself
     against its first rank.
@@ -138,7 +157,7 @@ class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     largest: dict[str, float]
 
 
-class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SweepRow(Record):
     """A scheme on N ranks: bytes per rank, measured and predicted, and the events of the last step.
 
     Zero and empty where the run did not survive.
@@ -160,14 +179,14 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     events: list[EventRecord]
 
 
-class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Drift(Record):
     """How far the master weights of one run are from another's after each step."""
 
     differing: list[Count]
     largest: list[float]
 
 
-class WholeModelGather(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WholeModelGather(Record):
     """ZeRO-3 that gathers everything at once, beside ZeRO-2 at rest. Bytes per rank."""
 
     states: Count
@@ -177,7 +196,7 @@ class WholeModelGather(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     peak_by_layer: Count
 
 
-class NarrowWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NarrowWire(Record):
     """The same run with blocks in the working copy's 16 bits: half the bytes, other bits.
 
     ``gradient`` compares the averaged gradients of the first step, where nothing else
@@ -192,7 +211,7 @@ class NarrowWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     drift: Drift
 
 
-class Artefacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Artefacts(Record):
     """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
 
     ``whole_model_bucket``, by precision: ZeRO-2 with one bucket for the whole model, so that its
@@ -206,7 +225,7 @@ class Artefacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     whole_model_bucket: dict[str, Drift]
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Failure(Record):
     """A check that does not hold: where, and both values. ``rank`` is -1 where it concerns them all."""
 
     check: str
@@ -224,7 +243,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return f"{self.check}: {where}: {self.quantity}: measured {self.measured}, expected {self.expected}"
 
 
-class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Results(Record):
     """Everything that a lab run found."""
 
     schema: str
@@ -244,7 +263,7 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def nothing_compared(self, check: str) -> str:
         """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
-        if check == "check one":
+        if check == Check.SAME_TRAINING:
             return "" if self.differences else "no two schemes have survived a step"
         survived = any(record.steps for record in self.schemes) or any(row.survives for row in self.sweep)
         return "" if survived else "no step was completed; that none would be is as predicted"

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from zerosim.bands import WIRES
 from zerosim.ledger import Phase
-from zerosim.records.results import Results
+from zerosim.records.results import Check, Results
 from zerosim.report.tables import number_table
 
 SHOWN_FAILURES = 20
@@ -53,7 +53,9 @@ def _summary(results: Results) -> Table:
         caption="P: all parameters once, in the wire's dtype. Peaks are the highest instant, not the end of the step.",
     )  # fmt: skip
     unit = results.n_params * WIRES[results.settings.wire].itemsize
-    whole = next((sum(step.resident.values()) for record, step in results.survivors() if record.stage == 0), None)
+    whole = next(
+        (sum(step.resident.values()) for record, step in results.survivors() if not record.row.optimizer), None
+    )
     for record in results.schemes:
         if record.death:
             death = record.death
@@ -80,7 +82,7 @@ def _summary(results: Results) -> Table:
 def _alike(results: Results) -> Table:
     bands = list(results.differences[0].differing) if results.differences else []
     table = number_table(
-        "Check one: the largest difference between the schemes over all ranks (and elements whose bits differ)",
+        "Same training: the largest difference between the schemes over all ranks (and elements whose bits differ)",
         "step", *bands, "loss",
     )  # fmt: skip
     for step in dict.fromkeys(difference.step for difference in results.differences):
@@ -103,7 +105,7 @@ def _bands(results: Results, when: str) -> Table:
             columns.append((record.name, step.resident, record.prediction.resident))
         else:
             columns.append((record.name, step.peak.by_band, record.prediction.peak))
-    table = number_table(f"Check two: bytes per rank {when}", "band", *(name for name, _, _ in columns))
+    table = number_table(f"As predicted: bytes per rank {when}", "band", *(name for name, _, _ in columns))
     for band in dict.fromkeys(band for _, *sides in columns for side in sides for band in side):
         table.add_row(band, *(_compared(got.get(band, 0), expected.get(band, 0)) for _, got, expected in columns))
     if columns:
@@ -115,7 +117,7 @@ def _bands(results: Results, when: str) -> Table:
 
 def _traffic(results: Results) -> Table:
     table = number_table(
-        "Check two: bytes that one rank sends per step",
+        "As predicted: bytes that one rank sends per step",
         "scheme", "collective", "of", "messages", "sent", "predicted", "of which padding",
         caption="The busiest rank's; every rank's was checked.",
     )  # fmt: skip
@@ -197,13 +199,13 @@ def _verdicts(results: Results, out: Path, console: Console) -> None:
     compared = len(results.differences)
     failed = {failure.check for failure in results.failures}
     for check, claim in (
-        ("check one", f"all schemes alike, bit for bit, on all ranks: {compared} comparisons"),
-        ("check two", "every byte and FLOP as predicted, on every rank, in every step and for every N"),
+        (Check.SAME_TRAINING, f"all schemes alike, bit for bit, on all ranks: {compared} comparisons"),
+        (Check.AS_PREDICTED, "every byte and FLOP as predicted, on every rank, in every step and for every N"),
     ):
         verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"
         if check not in failed and (nothing := results.nothing_compared(check)):
-            verdict, claim = "has nothing to compare", nothing
-        console.print(f"{check} {verdict}: {claim}")
+            verdict, claim = "nothing to compare", nothing
+        console.print(f"{check}: {verdict}: {claim}")
     for failure in results.failures[:SHOWN_FAILURES]:
         console.print(f"  {failure}", style="red", markup=False)
     if len(results.failures) > SHOWN_FAILURES:

@@ -25,15 +25,15 @@ from msgspec.structs import replace
 
 from zerosim.bands import MODEL_STATES, WIRES
 from zerosim.records.files import write_whole
-from zerosim.records.results import Results
+from zerosim.records.results import Check, Results
 from zerosim.report import colors as palette
 from zerosim.report import trace
 from zerosim.report.page_tables import element, summary, tables, written
 
 SHOWN_FAILURES = 200
 _CLAIMS = {
-    "check one": "All schemes hold the same bits on all ranks, after every step.",
-    "check two": "Every byte and every FLOP is as predicted, on every rank, in every step and for every N.",
+    Check.SAME_TRAINING: "All schemes hold the same bits on all ranks, after every step.",
+    Check.AS_PREDICTED: "Every byte and every FLOP is as predicted, on every rank, in every step and for every N.",
 }
 
 
@@ -152,14 +152,14 @@ def _head(results: Results) -> Iterator[Tree.Element]:
 
 def _verdict(results: Results, check: str) -> Tree.Element:
     """Whether a check holds, in words, with what it claims."""
-    claim, compared = _CLAIMS[check], len(results.differences)
+    claim, compared = _CLAIMS[Check(check)], len(results.differences)
     if count := sum(failure.check == check for failure in results.failures):
-        return element("li", element("b", f"✗ {check} fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
-    word = f"✓ {check} holds"
-    if check == "check one":
+        return element("li", element("b", f"✗ {check}: fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
+    word = f"✓ {check}: holds"
+    if check == Check.SAME_TRAINING:
         claim = f"{claim} {_some(compared, 'comparison')}."
     if nothing := results.nothing_compared(check):  # what holds of nothing is no finding
-        word, claim = f"– {check} has nothing to compare", f"{nothing[0].upper()}{nothing[1:]}."
+        word, claim = f"– {check}: nothing to compare", f"{nothing[0].upper()}{nothing[1:]}."
     return element("li", element("b", word), f" {claim}", class_="holds")
 
 

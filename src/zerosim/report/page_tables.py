@@ -160,7 +160,7 @@ def _alike(results: Results) -> list[Tree.Element]:
         "Elements whose bits differ between the schemes, over all ranks, and the largest difference; "
         "each scheme against data parallel, and that against its own first rank."
     )
-    return table("alike", "Check one: do all schemes hold the same?", head, rows, note)
+    return table("alike", "Same training: do all schemes hold the same?", head, rows, note)
 
 
 def _bands(name: str, title: str, sides: Sequence[Side], note: str) -> list[Tree.Element]:

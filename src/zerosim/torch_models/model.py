@@ -19,7 +19,8 @@ from jaxtyping import Float, Shaped
 from torch.autograd.graph import get_gradient_edge
 
 from zerosim.bands import Array
-from zerosim.layers import Checkpointed, Flat, Group, Layer, Role, Workspace
+from zerosim.layers import Checkpointed, Flat, Group, Layer, Pass, Role
+from zerosim.ranks import Workspace
 from zerosim.torch_models.batch import check_batch
 from zerosim.torch_models.chain import Link, chain, check_repeatable
 from zerosim.torch_models.intercept import map_tensors
@@ -40,38 +41,30 @@ class TorchUnit:
         self.name, self.groups = link.name, link.unit.groups
         self._link, self._compute, self._parts = link, compute, link.unit.parts
 
-    def forward(self, params: Flat, x: Shaped[Array, "R ..."], work: Workspace) -> tuple[Shaped[Array, "R ..."], Any]:
-        flats, held, tapes, edges, operations = self._flats(params), Held(work), [], [], 0
+    def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
+        work = given.work
+        flats, held, tapes, edges, operations = self._flats(given.params), Held(work), [], [], 0
         for rank in range(len(x)):
             own = self._tensors(flats, rank)
-            given = row(x, rank).requires_grad_(self._link.x_grad)
-            tape = Tape({"": given, **own})
+            leaf_x = row(x, rank).requires_grad_(self._link.x_grad)
+            tape = Tape({"": leaf_x, **own})
             with counting(rank) as flops, tape.recording(), torch.enable_grad(), deterministic(self.name, rank == 0):
-                versions = {name: leaf._version for name, leaf in (("", given), *own.items())}
+                versions = {name: leaf._version for name, leaf in (("", leaf_x), *own.items())}
                 after = dict(own)  # where torch leaves what the module has assigned to a name
-                y = torch.func.functional_call(self._link.module, after, *self._call(given))
-            self._check_written({"": given, **own}, {"": given, **after}, versions)
+                y = torch.func.functional_call(self._link.module, after, *self._call(leaf_x))
+            self._check_written({"": leaf_x, **own}, {"": leaf_x, **after}, versions)
             operations += flops()
             held.take(rank, y, tape.finish({OUTPUT: y}))
             tapes.append(tape)
-            inputs = [get_gradient_edge(leaf) for leaf in (given, *own.values()) if leaf.requires_grad]
+            inputs = [get_gradient_edge(leaf) for leaf in (leaf_x, *own.values()) if leaf.requires_grad]
             edges.append((get_gradient_edge(y) if y.requires_grad else None, inputs))
-            for leaf in (given, *own.values()):
+            for leaf in (leaf_x, *own.values()):
                 drop(leaf)
         work.flops(operations)
         return held.y, (x, held, tapes, edges)
 
-    def backward(
-        self,
-        params: Flat,
-        saved: Any,
-        dy: Shaped[Array, "R ..."],
-        grads: Flat,
-        work: Workspace,
-        *,
-        need_dx: bool,
-    ) -> Shaped[Array, "R ..."] | None:
-        x, held, tapes, edges = saved
+    def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
+        (x, held, tapes, edges), (params, work, grads, need_dx) = saved, given
         flats, operations, dx = self._flats(params), 0, None
         targets = grads if isinstance(grads, list) else [grads]
         if need_dx:  # without elements if nothing before this unit trains

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from zerosim.bands import Array
-from zerosim.layers import Workspace
+from zerosim.ranks import Workspace
 from zerosim.torch_models.saved_tensors import Kept
 from zerosim.torch_models.units import numpy_dtype
 

@@ -13,21 +13,23 @@ from typing import cast
 
 from jaxtyping import Float, Shaped
 
-from zerosim import options as preflight
 from zerosim.bands import FP32, Array, DType
-from zerosim.layers import Group, Layer, Workspace
+from zerosim.comm import Ring
+from zerosim.layers import Group, Layer
 from zerosim.model import MLP
+from zerosim.ranks import Workspace
+from zerosim.util.arguments import check_layout, instance_of, integer
 from zerosim.worlds.dry_array import DryArray
 
 __all__ = ["DryArray", "DryRing", "Shapes"]
 
 
-class DryRing:
+class DryRing(Ring):
     """N ranks, of which rank 0 lives in this process: every rank does what it does."""
 
     def __init__(self, size: int) -> None:
-        preflight.positive_int("DryRing", "size", size)
-        self.size, self.ids = int(size), range(1)
+        self.size = integer("DryRing", "size", size)
+        self.ids: Sequence[int] = range(1)
         self._buffer: Array | None = None
         self._pieces: list[tuple[slice, Array]] = []
 
@@ -48,7 +50,7 @@ class Shapes:
     """``model`` without values: the same layers, loss and sizes; parameters and batches are shapes."""
 
     def __init__(self, model: MLP) -> None:
-        preflight.instance_of("Shapes", "model", model, MLP)
+        instance_of("Shapes", "model", model, MLP)
         self.model = model
 
     @property
@@ -67,14 +69,14 @@ class Shapes:
 
     def batch(self, rows: int) -> list[tuple[DryArray, DryArray]]:
         """What ``Scheme.step`` takes: (x [rows, I], y [rows, O]) for the one rank of this process."""
-        preflight.positive_int("Shapes.batch", "rows", rows)
-        return [(DryArray((int(rows), self.model.widths[0]), FP32), DryArray((int(rows), self.model.widths[-1]), FP32))]
+        rows = integer("Shapes.batch", "rows", rows)
+        return [(DryArray((rows, self.model.widths[0]), FP32), DryArray((rows, self.model.widths[-1]), FP32))]
 
     def check(
         self, batch: Sequence[tuple[Array, Array]], ranks: int
     ) -> tuple[Float[Array, "R B I"], Float[Array, "R B O"]]:
         """One (x [B, I], y [B, O]) of float32 per rank, B the same everywhere; with values or without."""
-        preflight.check_layout(batch, ranks, self.model.widths[0], self.model.widths[-1])
+        check_layout(batch, ranks, self.model.widths[0], self.model.widths[-1])
         x, y = (cast("Array", DryArray((ranks, *array.shape), array.dtype)) for array in batch[0])
         return x, y
 

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
-from zerosim.comm import Blocks, Comm, Ring
+from zerosim.comm import Comm, Ring
 from zerosim.ledger import Ledger, Traffic
+from zerosim.ranks import Workspace
 from zerosim.real_ranks.meter import segments
 from zerosim.util.casts import convert
 from zerosim.worlds.local import LocalRing
@@ -88,7 +89,7 @@ class Native(Comm):
     What the library then makes of it is the library's affair.
     """
 
-    def __init__(self, ring: Ring, wire: DType, blocks: Blocks, ledger: Ledger) -> None:
+    def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
         super().__init__(ring, wire, blocks, ledger)
         if not isinstance(ring, CollectiveRing):
             raise TypeError(

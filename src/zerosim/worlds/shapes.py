@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from zerosim.bands import Array, DType
-from zerosim.layers import Checkpointed, Flat, Group, Layer, Role, Workspace
+from zerosim.layers import Checkpointed, Group, Layer, Pass, Role
+from zerosim.ranks import Workspace
 from zerosim.worlds.dry import DryArray
 
 
@@ -151,21 +152,21 @@ class ShapeUnit:
         self._feeds = {feed: model.units[feed].grads for feed in self.shapes.feeds}
         self._more = model.inputs[1:] if index == 0 else ()  # the batch beyond x
 
-    def forward(self, params: Flat, x: Any, work: Workspace) -> tuple[Any, Any]:
+    def forward(self, x: Any, given: Pass) -> tuple[Any, Any]:
         if self._takes is not None and (x.shape[1:], x.dtype) != (self._takes.shape, np.dtype(self._takes.dtype)):
             raise ValueError(
                 f"ShapeModel: was measured for micro-batches of {self._takes.dtype}{list(self._takes.shape)}; got "
                 f"{x.dtype}{list(x.shape[1:])}. Pass batch() of as many micro-batches, or measure it for this size."
             )
-        own = self.shapes
+        own, work = self.shapes, given.work
         held = [_hold(each, work) for each in (*self._more, *own.saved)]
         outputs = [_hold(each, work) for each in own.outputs] or [work.hold(0)]
         self._scratch(own.forward_temporaries, work)
         work.flops(own.forward_flops)
         return outputs[0], (held, outputs)
 
-    def backward(self, params: Flat, saved: Any, dy: Any, grads: Flat, work: Workspace, *, need_dx: bool) -> Any:
-        own, pending = self.shapes, dy.grads
+    def backward(self, saved: Any, dy: Any, given: Pass) -> Any:
+        own, pending, work = self.shapes, dy.grads, given.work
         held, outputs = saved
         held = held + [_hold(each, work) for each in own.recomputed]
         for feed, shapes in self._feeds.items():
@@ -175,7 +176,7 @@ class ShapeUnit:
         work.flops(own.recompute_flops + own.backward_flops)
         for array in (*held, *outputs, *pending.pop(self._index, ())):
             work.free(array)
-        return dy if need_dx else None
+        return dy if given.need_dx else None
 
     def _scratch(self, nbytes: int, work: Workspace) -> None:
         if self._temporaries and nbytes:

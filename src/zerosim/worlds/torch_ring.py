@@ -8,7 +8,7 @@ writes their memory. Must not know schemes, models or ledgers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch.distributed
 from jaxtyping import Shaped
 
 from zerosim.bands import Array, DType
+from zerosim.comm import Ring
 from zerosim.real_ranks.meter import Op
 from zerosim.records.real_ranks import BACKENDS
 
@@ -35,7 +36,7 @@ class Watch(Protocol):
     def leave(self) -> None: ...
 
 
-class TorchRing:
+class TorchRing(Ring):
     """Rank ``rank`` of ``size`` on the default process group.
 
     ``device`` is where torch's tensors must lie for the group's backend; blocks are copied there
@@ -43,7 +44,8 @@ class TorchRing:
     """
 
     def __init__(self, rank: int, size: int, watch: Watch, device: str = "cpu") -> None:
-        self.rank, self.size, self.ids = rank, size, [rank]
+        self.rank, self.size = rank, size
+        self.ids: Sequence[int] = [rank]
         self.watch, self.device = watch, torch.device(device)
         self.handed: Counter[tuple[Op, int]] = Counter()
 

@@ -167,12 +167,12 @@ def _stale_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "check", "scheme", "named"),
     [
-        (_one_bit_of_master, "check one", "ZeRO-2", "step 2, rank 3: master of layer 2, element 1"),
-        (_a_byte_too_many, "check two", "data parallel", "step 1, rank 4: bytes of grads sent by all-reduce"),
-        (_one_message_too_many, "check two", "ZeRO-1", "every rank: messages of reduce-scatter"),
-        (_never_released, "check two", "ZeRO-3", "every rank: bytes of unreduced grads at rest"),
-        (_stale_parameters, "check one", "ZeRO-1", "params of layer 2"),
-        (_stale_parameters, "check two", "ZeRO-3", "bytes of params sent by all-gather"),
+        (_one_bit_of_master, "same training", "ZeRO-2", "step 2, rank 3: master of layer 2, element 1"),
+        (_a_byte_too_many, "as predicted", "data parallel", "step 1, rank 4: bytes of grads sent by all-reduce"),
+        (_one_message_too_many, "as predicted", "ZeRO-1", "every rank: messages of reduce-scatter"),
+        (_never_released, "as predicted", "ZeRO-3", "every rank: bytes of unreduced grads at rest"),
+        (_stale_parameters, "same training", "ZeRO-1", "params of layer 2"),
+        (_stale_parameters, "as predicted", "ZeRO-3", "bytes of params sent by all-gather"),
     ],
 )
 def test_a_planted_fault_is_found_and_named(
@@ -214,15 +214,15 @@ def test_a_death_is_recorded_with_what_was_held() -> None:
         assert sum(record.death.held.values()) + record.death.asked > _peaks(5)[3]
     assert [len(record.steps) for record in results.schemes] == [0, 0, 0, 3]
     assert results.differences == [], "there is nothing to compare it with"
-    assert "no two schemes" in results.nothing_compared("check one")
-    assert results.nothing_compared("check two") == ""
+    assert "no two schemes" in results.nothing_compared("same training")
+    assert results.nothing_compared("as predicted") == ""
 
 
 def test_what_compared_nothing_does_not_claim_to_hold() -> None:
     """On a card on which no scheme starts there is nothing to compare, and the results say so of both checks."""
     results = lab.run(settings(capacity=1))
     assert results.failures == []
-    assert all(results.nothing_compared(check) for check in ("check one", "check two"))
+    assert all(results.nothing_compared(check) for check in ("same training", "as predicted"))
 
 
 def test_a_loss_that_is_no_number_is_compared_by_its_bits() -> None:

@@ -317,8 +317,8 @@ def test_numbers_that_contradict_each_other_are_refused(found: Results, place: s
 def test_a_run_that_failed_its_checks_is_no_contradiction(found: Results) -> None:
     """What is not alike or not as predicted can be read, if the failures say so."""
     for place, value, check in (
-        ("differences.2.differing.params", 1, "check one"),
-        ("schemes.2.prediction.flops.forward", 1, "check two"),
+        ("differences.2.differing.params", 1, "same training"),
+        ("schemes.2.prediction.flops.forward", 1, "as predicted"),
     ):
         failure = results.Failure(
             check=check, scheme="ZeRO-2", ranks=3, step=1, rank=0, quantity="", measured="", expected=""

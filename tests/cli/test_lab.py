@@ -26,8 +26,8 @@ def test_the_lab_prints_its_verdicts_and_writes_results_and_figures(tmp_path: Pa
     """Exit code 0, both verdicts, results.json, the page, the trace and four figures, and no other file."""
     result = run(*SMALL, out=tmp_path / "made" / "here")
     assert result.exit_code == 0, result.output
-    assert "check one holds" in result.output
-    assert "check two holds" in result.output
+    assert "same training: holds" in result.output
+    assert "as predicted: holds" in result.output
     names = {path.name for path in (tmp_path / "made" / "here").iterdir()}
     figures = {"memory.png", "loss.png", "traffic.png", "timeline.png"}
     assert names == {"results.json", "report.html", "trace.json"} | figures
@@ -53,8 +53,8 @@ def test_a_failed_check_is_named_and_exits_with_one(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Scheme, "step", wrong)
     result = run(*SMALL, out=tmp_path)
     assert result.exit_code == 1
-    assert "check one FAILS" in result.output
-    assert "check one: ZeRO-1, N = 3, step 1, rank 1: params of layer 1, element 2: measured" in result.output
+    assert "same training: FAILS" in result.output
+    assert "same training: ZeRO-1, N = 3, step 1, rank 1: params of layer 1, element 2: measured" in result.output
     assert results.load(tmp_path / "results.json").failures
 
 

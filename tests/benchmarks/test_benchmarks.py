@@ -13,7 +13,7 @@ from rich.console import Console
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Stage
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # scripts, each of which finds the others there
 

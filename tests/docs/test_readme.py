@@ -29,7 +29,7 @@ from zerosim.records.results import Results
 from zerosim.report import plots
 from zerosim.worlds.native import LocalCollectives
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 LABS = [name for name, recording in record.RECORDINGS.items() if recording.arguments.split()[0] == "lab"]
@@ -155,11 +155,11 @@ def test_a_claim_that_does_not_hold_stops_the_writing(monkeypatch: pytest.Monkey
 def test_a_recording_with_a_failed_check_stops_the_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded failure is named, and nothing is written."""
     failure = (
-        b'"failures":[{"check":"check two","scheme":"ZeRO-1","ranks":2,"step":1,"rank":0,"quantity":"bytes",'
+        b'"failures":[{"check":"as predicted","scheme":"ZeRO-1","ranks":2,"step":1,"rank":0,"quantity":"bytes",'
         b'"measured":"1","expected":"2"}]'
     )
     _changed(monkeypatch, b'"failures":[]', failure)
-    with pytest.raises(write_readme.Contradiction, match=r"lab\.json: check two: ZeRO-1"):
+    with pytest.raises(write_readme.Contradiction, match=r"lab\.json: as predicted: ZeRO-1"):
         write_readme.render()
 
 

@@ -82,7 +82,7 @@ def _edited(edit: Any) -> Any:
         (lambda _: b"[" * 100_000, "not a whole record"),
         (lambda _: b"\xff\xfe\x00", "not a whole record"),
         (lambda _: b"{}", "its schema is None"),
-        (_edited(lambda record: record.update(schema="zerosim.lab.suite/0")), "its schema is 'zerosim.lab.suite/0'"),
+        (_edited(lambda record: record.update(schema="zerosim.lab/1")), "its schema is 'zerosim.lab/1'"),
         (_edited(lambda record: record.pop("sweep")), "sweep"),
         (_edited(lambda record: record["settings"].update(ranks="three")), r"\$\.settings\.ranks"),
         (_edited(lambda record: record["settings"].update(unknown=1)), "unknown"),

@@ -62,7 +62,7 @@ def hostile() -> Results:
 
     whole = run()
     failure = Failure(
-        check="check two", scheme=HOSTILE, ranks=5, step=1, rank=0, quantity=HOSTILE, measured=HOSTILE, expected="1"
+        check="as predicted", scheme=HOSTILE, ranks=5, step=1, rank=0, quantity=HOSTILE, measured=HOSTILE, expected="1"
     )
     return replace(
         whole,
@@ -240,14 +240,14 @@ def test_what_is_not_as_predicted_is_marked(name: str) -> None:
 def test_verdicts_and_failures() -> None:
     """Each check's verdict is said in words, and what failed is listed."""
     texts = "".join(read("whole").texts)
-    assert "✓ check one holds" in texts
+    assert "✓ same training: holds" in texts
     assert f"{3 * len(NAMES)} comparisons" in texts
-    assert "✓ check two holds" in texts
-    assert "check one has nothing to compare" in "".join(read("bare").texts)
+    assert "✓ as predicted: holds" in texts
+    assert "same training: nothing to compare" in "".join(read("bare").texts)
     [failure] = hostile().failures
     texts = "".join(read("hostile").texts)
-    assert "✓ check one holds" in texts
-    assert "✗ check two fails, 1 time" in texts
+    assert "✓ same training: holds" in texts
+    assert "✗ as predicted: fails, 1 time" in texts
     assert str(failure) in texts
 
 

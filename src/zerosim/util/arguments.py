@@ -1,0 +1,105 @@
+"""Refusing what cannot be used, in words: the call, the rule, the value received, and what to do.
+
+Owns the wording of these errors and the layout of a batch. Must not know schemes, ledgers or rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import UnionType
+
+import numpy as np
+
+from zerosim.bands import Array
+from zerosim.util import sizes
+
+
+def one_of(call: str, option: str, value: object, known: Collection[str]) -> None:
+    """Refuse a value that is not among ``known``, naming them."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{call}({option}): {option} is one of {', '.join(known)}; got {value!r}.")
+
+
+def instance_of(call: str, option: str, value: object, kind: type | UnionType) -> None:
+    """Refuse a value of another type."""
+    if not isinstance(value, kind):
+        name = getattr(kind, "__name__", str(kind))
+        raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.")
+
+
+def integer(call: str, option: str, value: object, least: int = 1) -> int:
+    """The value as Python's int, since NumPy's overflow. Anything else is refused, True and less than ``least`` too."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{call}({option}): {option} must be an integer of {least} or more; got {value!r}.")
+    if value < least:
+        raise ValueError(f"{call}({option}): {option} must be an integer of {least} or more; got {value!r}.")
+    return int(value)
+
+
+def divides(call: str, option: str, parts: int, rows: int) -> None:
+    """Refuse a batch whose rows cannot be cut into equal micro-batches."""
+    if rows % parts:
+        raise ValueError(
+            f"{call}: {option}={parts} cuts a rank's rows into as many equal micro-batches; {rows} rows cannot be. "
+            f"Pass a multiple of {parts} rows."
+        )
+
+
+def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> tuple[Array, Array]:
+    """The batch as x [ranks, B, width_in] and y [ranks, B, width_out], once it is known to be sound.
+
+    A batch is one (x, y) of finite float32 per rank, with the same number of rows B everywhere.
+    """
+    check_layout(batch, ranks, width_in, width_out)
+    x, y = (np.stack([pair[index] for pair in batch]) for index in (0, 1))
+    for what, whole in (("x", x), ("y", y)):
+        if not np.isfinite(whole).all():
+            rank = int(np.isfinite(whole).all(axis=(1, 2)).argmin())
+            raise ValueError(
+                f"step(batch): {what} of rank {rank} contains NaN or infinity; remove or replace them before training."
+            )
+    return x, y
+
+
+def check_layout(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> None:
+    """Refuse a batch that is not one (x [B, width_in], y [B, width_out]) of float32 per rank, B the same everywhere."""
+    if not isinstance(batch, Sequence) or len(batch) != ranks:
+        got = len(batch) if isinstance(batch, Sequence) else type(batch).__name__
+        raise ValueError(f"step(batch): needs one (x, y) pair per rank, {ranks} in all; got {got}.")
+    for rank, pair in enumerate(batch):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            got = type(pair).__name__ + (f" of {len(pair)}" if isinstance(pair, (tuple, list)) else "")
+            raise ValueError(f"step(batch): rank {rank} needs a pair (x, y); got {got}.")
+    rows = next(iter(getattr(batch[0][0], "shape", ())), 0)
+    for index, (what, width) in enumerate((("x", width_in), ("y", width_out))):
+        for rank, pair in enumerate(batch):
+            _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width)
+
+
+def _check_array(where: str, array: Array, rows: int, width: int) -> None:
+    if getattr(array, "dtype", None) != np.float32:
+        got = getattr(array, "dtype", type(array).__name__)
+        raise TypeError(f"{where} must be a float32 array; got {got}. Convert it with .astype(np.float32).")
+    if array.ndim != 2 or array.shape[1] != width:
+        raise ValueError(f"{where} must have shape (rows, {width}); got {array.shape}.")
+    if array.shape[0] == 0:
+        raise ValueError(f"{where} has no rows. Every rank needs the same number of rows, at least 1.")
+    if array.shape[0] != rows:
+        raise ValueError(
+            f"{where} has {array.shape[0]} rows and x of rank 0 has {rows}. Every rank needs the same number, or the "
+            f"average over ranks would not be the average over rows."
+        )
+
+
+def check_memory(call: str, need: int, alternatives: Mapping[str, int]) -> None:
+    """Refuse what would need more bytes than the machine has free, naming those of ``alternatives`` that fit."""
+    import psutil  # only here, as nothing else of the core needs it
+
+    free = psutil.virtual_memory().available
+    if need <= free:
+        return
+    fitting = [f"{name} ({sizes.text(nbytes)})" for name, nbytes in alternatives.items() if nbytes <= free]
+    advice = f"These would fit: {', '.join(fitting[:4])}" if fitting else "Use far fewer ranks or a smaller model"
+    raise MemoryError(
+        f"{call} would take {sizes.text(need)} in this process, and {sizes.text(free)} are free. {advice}."
+    )
