@@ -29,7 +29,8 @@ class Stage:
     (8, 1)
     """
 
-    train: ClassVar[Callable[..., Scheme]]  # ``Scheme``; schemes.py, which reads these rows, puts itself here
+    # ``Scheme``: schemes.py, which reads these rows, puts itself here. Readers of records resolve this annotation.
+    train: ClassVar[Callable[..., Any]]
 
     name: str
     optimizer: bool = False
@@ -53,7 +54,8 @@ class Stage:
 
         Options come as keywords, as one record, or as both, and then the keywords count.
         """
-        return self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        made: Scheme = self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        return made
 
     def on(self, ranks: int) -> Stage:
         """The row as so many ranks run it: one alone has nobody to shard with, and is data parallel."""
