@@ -16,7 +16,7 @@ from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
 from zerosim.model import MLP
-from zerosim.records.results import SCHEMA, Artefacts, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
+from zerosim.records.results import SCHEMA, Ablations, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
 from zerosim.schemes import SCHEMES, Stage
 from zerosim.util import arguments
 
@@ -43,7 +43,7 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
         schemes=schemes,
         differences=differences,
         sweep=sweep,
-        artefacts=_artefacts(settings, model, advance),
+        ablations=_ablations(settings, model, advance),
         failures=failures + found,
     )
 
@@ -96,17 +96,19 @@ def _side_by_side(
         for each in runs:
             advance(f"step {step} of {settings.steps}: {each.row.name}")
             each.step(batch)
-        alive = [each for each in runs if each.alive]
-        if not alive:
+        running = [each for each in runs if each.running]
+        if not running:
             continue
-        reference = compare.whole_states(alive[0].scheme)
-        for each in alive:
-            if each is alive[0] and each.scheme.shard.optimizer:
+        reference = compare.whole_states(running[0].scheme)
+        for each in running:
+            if each is running[0] and each.scheme.shard.optimizer:
                 continue  # no copies to compare: its shards against themselves would prove nothing
             difference, found = compare.compare(each.scheme, reference, step)
             differences.append(difference)
             failures += found
-        failures += compare.same_losses({each.row.name: each.reports[-1].loss for each in alive}, settings.ranks, step)
+        failures += compare.same_losses(
+            {each.row.name: each.reports[-1].loss for each in running}, settings.ranks, step
+        )
     for each in runs:
         failures += each.finish(sanitized=False)  # the sweep goes up to this N, and is sanitized
     return [each.record() for each in runs], differences, failures
@@ -131,7 +133,7 @@ def _sweep(
     return rows, failures
 
 
-def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
+def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     """With one rank there is nothing to see, and fp32 parameters cannot travel in 16 bits."""
     several = settings.ranks > 1
     advance("gathering the whole model at once")
@@ -140,7 +142,7 @@ def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
     narrow = ablations.narrow_wire(settings, model) if several and settings.precision in ablations.NARROW else None
     advance("buckets of another size in one scheme")
     bucket = ablations.whole_model_bucket(settings, model) if several else {}
-    return Artefacts(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
+    return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
 
 
 def _versions() -> dict[str, str]:
