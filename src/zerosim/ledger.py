@@ -123,6 +123,9 @@ class Report:
 
     step: int
     loss: float = float("nan")
+    norm: float | None = None
+    scale: float = 1.0
+    skipped: bool = False
     complete: bool = False
     resident: dict[str, int] = field(default_factory=dict)
     padding: list[int] = field(default_factory=list)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from zerosim.ledger import Ledger, Phase, Report
 from zerosim.options import Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
+from zerosim.scaling import Agreement, Scaler
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import arguments
 from zerosim.util.casts import convert
@@ -102,11 +104,15 @@ class Scheme:
             return [kind(ring, dtype, blocks, self.ledger) for ring in rings]
 
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
-        self.updates = 0  # the optimizer's step count
+        self.steps = self.updates = 0  # all, and those that were applied: the optimizer's step count
+        self.scaler = None if options.loss_scale is None else Scaler(options.loss_scale)
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
         self._gradients = Gradients(*given, comms(wire), self.ranks, options)
         self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
+        self._agreement: Agreement | None = None
+        if options.clip is not None or options.loss_scale is not None:
+            self._agreement = Agreement(row, self.buckets, comms(FP32), self._gradients, self.ranks, options)
 
     @property
     def states(self) -> tuple[Band, ...]:
@@ -131,8 +137,7 @@ class Scheme:
                 for start in range(0, x.shape[1], rows):
                     some = slice(start, start + rows)
                     losses.append(self._micro_batch(x[:, some], y[:, some], last=start + rows == x.shape[1]))
-                with self.ledger.during(Phase.HOST_OPTIMIZER if "optimizer" in self.shard.offload else Phase.OPTIMIZER):
-                    self._update()
+                self._apply(report)
                 report.loss = float(np.mean(np.concatenate(losses)))
                 padding = [bucket.padding(len(self.ring.ids)) for bucket in self.buckets]
                 report.padding = np.sum(padding, axis=0).tolist()
@@ -148,6 +153,8 @@ class Scheme:
             y, saved = self._forward(x)
         self._work.unit = "loss"
         losses, dy = self.model.loss(y, target, self._work)
+        if self.scaler is not None:
+            dy *= np.float32(self.scaler.scale)
         with self._parameters.for_pass(self.layers, backward=True), self.ledger.during(Phase.BACKWARD):
             self._backward(saved, dy, last)
         self._work.free(x)
@@ -181,8 +188,28 @@ class Scheme:
                     dy = dx
             self._gradients.written(layer, last=last)
 
-    def _update(self) -> None:
+    def _apply(self, report: Report) -> None:
+        """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
+        self.steps += 1
+        factor = None
+        with self.ledger.during(Phase.HOST_OPTIMIZER if "optimizer" in self.shard.offload else Phase.OPTIMIZER):
+            if self._agreement is not None:
+                report.scale = 1.0 if self.scaler is None else self.scaler.scale
+                agreed = self._agreement.reach(report.scale)
+                factor, report.norm = agreed.factor, None if agreed.norm is None else float(agreed.norm[0])
+                if self.scaler is not None:
+                    self.scaler.update(finite=agreed.finite)
+                    if not agreed.finite:
+                        report.skipped = True
+                        return
+            self._update(factor)
+
+    def _update(self, factor: Shaped[Array, "R 1"] | None) -> None:
         """The optimizer on what each rank owns; then, where parameters are held by more than own them, a gather."""
+        schedule = self.options.optimizer.schedule
+        rate = 1.0
+        if schedule is not None:
+            rate = schedule.factor(self.updates if schedule.counts == "updates" else self.steps - 1)
         self.updates += 1
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in trainable:
@@ -195,14 +222,40 @@ class Scheme:
                 if (main := states.get(Band.MAIN_GRADS)) is not None:
                     convert(grads, main)
                     grads = main
+                if factor is not None:  # a register: what is kept is not rewritten
+                    scaled = np.empty_like(grads, FP32, shape=shape)
+                    convert(grads, scaled)
+                    grads = np.multiply(scaled, factor.reshape(*shape[:-1], 1), out=scaled)
+                    self.ledger.flops(grads.size // len(self.ring.ids))
                 master = states.get(Band.MASTER, params)
                 moments = {str(band): states[band] for band in self.options.optimizer.states}
-                self.options.optimizer.update(master, grads, **moments, step=self.updates, flops=self.ledger.flops)
+                for part, lr, decay in self._parts(bucket, shape):
+                    self.options.optimizer.update(
+                        master[part], grads[part], **{name: state[part] for name, state in moments.items()},
+                        step=self.updates, flops=self.ledger.flops, lr=lr * rate, weight_decay=decay,
+                    )  # fmt: skip
                 if master is not params:
                     convert(master, params)
                 self.ledger.computed(bucket.name)
         for bucket in trainable:
             self._parameters.update(bucket)
+
+    def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float]]:
+        """What a rank owns of a bucket, cut where the rate or the weight decay changes, with both."""
+        rates = self.options.optimizer.rates(bucket.name, bucket.group.shapes)
+        if len(set(rates)) == 1:
+            yield ..., *rates[0]
+            return
+        ends = np.cumsum([prod(each) for each in bucket.group.shapes]).tolist()
+        ends[-1] = bucket.padded
+        n, node, length = self.ring.size, self.options.node, shape[-1]
+        for row, rank in enumerate(self.ring.ids):
+            start = self.shard.piece(Band.MASTER, rank, n, node)[0] * length
+            at = np.unravel_index(row, shape[:-1])
+            for first, last, (lr, decay) in zip([0, *ends], ends, rates):
+                low, high = max(first - start, 0), min(last - start, length)
+                if low < high:
+                    yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), lr, decay
 
     @contextmanager
     def _where_updated(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:
