@@ -57,7 +57,7 @@ class Scaler:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks have agreed on: the norm and the clipping coefficient of each rank here [R], and if all is finite."""
+    """What was agreed: the norm [R], what gradients are read times [R, 1] on each rank here, and if all are finite."""
 
     norm: Array | None
     factor: Array
@@ -89,12 +89,10 @@ class Agreement:
         with np.errstate(all="ignore"):  # a square that overflows is no reason to skip
             parts = [self._pieces(grads, bucket) for grads, bucket in zip(owned, self._buckets, strict=True)]
             sums = [self._sums(part * inverse) for part in parts] if self._options.clip else []
-            broken = ~np.stack([np.isfinite(part).all(axis=(1, 2)) for part in parts]).all(axis=0)
-            mine = np.concatenate(
-                [*sums, broken[:, None]], axis=1, dtype=FP32
-            )  # by bucket the sums of its pieces, a flag
-            everyone = self._exchange(mine)  # [R, member, ...]
-            finite = not everyone[..., -1].any()
+            broken: Array = ~np.stack([np.isfinite(part).all(axis=(1, 2)) for part in parts]).all(axis=0)
+            mine = np.concatenate([*sums, broken[:, None]], axis=1, dtype=FP32)
+            everyone = self._exchange(mine)  # [R, member, the sums of its pieces by bucket and a flag]
+            finite = not np.any(everyone[..., -1])
             if self._options.clip is None:
                 return Agreed(None, np.full((rows, 1), inverse, FP32), finite)
             norm = self._norm(everyone[..., :-1])

@@ -21,7 +21,7 @@ from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
 from zerosim.layers import Checkpointed, Model, Pass
 from zerosim.ledger import Ledger, Phase, Report
-from zerosim.options import Options
+from zerosim.options import LossScale, Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
 from zerosim.scaling import Agreement, Scaler
@@ -105,7 +105,7 @@ class Scheme:
 
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
         self.steps = self.updates = 0  # all, and those that were applied: the optimizer's step count
-        self.scaler = None if options.loss_scale is None else Scaler(options.loss_scale)
+        self.scaler = Scaler(options.loss_scale) if isinstance(options.loss_scale, LossScale) else None
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
         self._gradients = Gradients(*given, comms(wire), self.ranks, options)
@@ -252,7 +252,7 @@ class Scheme:
         for row, rank in enumerate(self.ring.ids):
             start = self.shard.piece(Band.MASTER, rank, n, node)[0] * length
             at = np.unravel_index(row, shape[:-1])
-            for first, last, (lr, decay) in zip([0, *ends], ends, rates):
+            for first, last, (lr, decay) in zip([0, *ends[:-1]], ends, rates, strict=True):
                 low, high = max(first - start, 0), min(last - start, length)
                 if low < high:
                     yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), lr, decay
