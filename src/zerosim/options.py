@@ -70,6 +70,7 @@ class Options:
     * ``optimizer``: an ``Adam`` or ``SGD``.
     * ``capacity``: bytes of memory of one rank's card, ``host_capacity`` of what the host has for it;
       ``OutOfMemory`` is raised by the hold that would pass it.
+    * ``uneven``: ranks and micro-batches may have different numbers of rows.
     * ``clip``: the largest norm of all gradients together, ``norm_type`` 2 or inf, by torch's rule.
     * ``loss_scale``: the loss is scaled by so much, or by a ``LossScale`` that changes.
     * ``node``: so many ranks are a group. Rows with groups shard within it; every row counts what leaves it.
@@ -98,6 +99,7 @@ class Options:
     capacity: int | None = None
     host_capacity: int | None = None
     node: int | None = None
+    uneven: bool = False
     clip: float | None = None
     norm_type: float = 2.0
     loss_scale: float | LossScale | None = None
@@ -109,7 +111,7 @@ class Options:
         one_of("Scheme", "padding", self.padding, get_args(Padding))
         if isinstance(self.bucket, str):
             one_of("Scheme", "bucket", self.bucket, get_args(Gather))
-        for name in ("all_reduce", "checkpoint"):
+        for name in ("all_reduce", "checkpoint", "uneven"):
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
         needed = [] if isinstance(self.bucket, str) else [("bucket", 1)]

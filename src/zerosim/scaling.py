@@ -31,6 +31,18 @@ LANES = 256
 EPS = 1e-6  # added to the norm before it divides, as torch does
 
 
+def tell(comm: Comm, ranks: Ranks, mine: Shaped[Array, "R k"], what: str) -> Shaped[Array, "R n k"]:
+    """What the members of each rank's ring have to tell each other, in fp32, by member; ``what`` is its tag."""
+    n, k = comm.ring.size, mine.shape[1]
+    held = ranks.hold(Band.SCALARS, (n * k,), what)
+    comm.all_gather(held, n * k, mine, band=what, unit=what)
+    everyone = held.reshape(len(held), n, k)
+    if isinstance(held, np.ndarray):
+        everyone = everyone.copy()
+    ranks.free(held)
+    return everyone
+
+
 class Scaler:
     """The loss scale of a run as it grows and backs off: ``rule`` says how."""
 
@@ -89,8 +101,8 @@ class Agreement:
         with np.errstate(all="ignore"):  # a square that overflows is no reason to skip
             parts = [self._pieces(grads, bucket) for grads, bucket in zip(owned, self._buckets, strict=True)]
             sums = [self._sums(part * inverse) for part in parts] if self._options.clip else []
-            broken: Array = ~np.stack([np.isfinite(part).all(axis=(1, 2)) for part in parts]).all(axis=0)
-            mine = np.concatenate([*sums, broken[:, None]], axis=1, dtype=FP32)
+            broken: Array = np.stack([~np.isfinite(part).reshape(rows, -1).all(axis=1) for part in parts])
+            mine = np.concatenate([*sums, broken.any(axis=0)[:, None]], axis=1, dtype=FP32)
             everyone = self._exchange(mine)  # [R, member, the sums of its pieces by bucket and a flag]
             finite = not np.any(everyone[..., -1])
             if self._options.clip is None:
@@ -130,14 +142,7 @@ class Agreement:
         """What the members of each rank's ring have, by member; where all own everything nobody sends."""
         if self._comm is None or self._comm.ring.size == 1:
             return mine[:, None]
-        n, k = self._comm.ring.size, mine.shape[1]
-        held = self._ranks.hold(Band.SCALARS, (n * k,), "norm")
-        self._comm.all_gather(held, n * k, mine, band="norm", unit="norm")
-        everyone = held.reshape(len(held), n, k)
-        if isinstance(held, np.ndarray):
-            everyone = everyone.copy()
-        self._ranks.free(held)
-        return everyone
+        return tell(self._comm, self._ranks, mine, "norm")
 
     def _norm(self, sums: Shaped[Array, "R n k"]) -> Shaped[Array, "R"]:
         """The norm on each rank, its pieces added in the order of the flat buffer."""

@@ -19,14 +19,15 @@ from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band, DType, Place
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
-from zerosim.layers import Checkpointed, Model, Pass
+from zerosim.layers import Checkpointed, MicroBatch, Model, Pass
 from zerosim.ledger import Ledger, Phase, Report
 from zerosim.options import LossScale, Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
-from zerosim.scaling import Agreement, Scaler
+from zerosim.scaling import Agreement, Scaler, tell
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import arguments
+from zerosim.util.batches import micro_batches
 from zerosim.util.casts import convert
 from zerosim.worlds.local import LocalRing
 
@@ -110,6 +111,7 @@ class Scheme:
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
         self._gradients = Gradients(*given, comms(wire), self.ranks, options)
         self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
+        self._scalars = comms(FP32)[0]
         self._agreement: Agreement | None = None
         if options.clip is not None or options.loss_scale is not None:
             self._agreement = Agreement(row, self.buckets, comms(FP32), self._gradients, self.ranks, options)
@@ -121,24 +123,29 @@ class Scheme:
 
     # -- the step
 
-    def step(self, batch: Sequence[tuple[Any, Any]]) -> float:
+    def step(self, batch: Sequence[Any], weights: Sequence[Any] | None = None) -> float:
         """Train on one (x [B, ...], y [B, ...]) pair per rank of this process; return the mean loss before it.
+
+        With ``uneven=True`` ranks may have different numbers of rows, none included, and each its own list of
+        ``accumulate`` pairs. The mean is then over all rows, or over ``weights``: for each rank one number, such
+        as of tokens, or a list of one for each micro-batch.
 
         Raises ValueError or TypeError, before anything changes, for a batch that does not
         fit; OutOfMemory if a card's capacity would be passed, with the report up to there.
         """
-        x, y = self.model.check(batch, len(self.ring.ids))
-        arguments.divides("step(batch)", "accumulate", self.options.accumulate, x.shape[1])
-        rows = x.shape[1] // self.options.accumulate
+        micro_batches = self._cut(batch, weights)
         with self.ledger.step() as report:
             try:
                 self._gradients.begin()
-                losses = []
-                for start in range(0, x.shape[1], rows):
-                    some = slice(start, start + rows)
-                    losses.append(self._micro_batch(x[:, some], y[:, some], last=start + rows == x.shape[1]))
+                total = self._total(micro_batches)
+                losses: list[Any] = []
+                for index, each in enumerate(micro_batches):
+                    losses.append(self._micro_batch(each, total, last=index == len(micro_batches) - 1))
                 self._apply(report)
-                report.loss = float(np.mean(np.concatenate(losses)))
+                report.loss = report.mean_of_means = float(np.mean(np.concatenate(losses)))
+                if total is not None:
+                    shares = np.concatenate([each.weights for each in micro_batches])
+                    report.loss = float(np.average(np.concatenate(losses), weights=shares))
                 padding = [bucket.padding(len(self.ring.ids)) for bucket in self.buckets]
                 report.padding = np.sum(padding, axis=0).tolist()
                 return report.loss
@@ -146,13 +153,43 @@ class Scheme:
                 self._abandon()
                 raise
 
-    def _micro_batch(self, given: Shaped[Array, "R ..."], wanted: Shaped[Array, "R ..."], *, last: bool) -> Any:
+    def _cut(self, batch: Sequence[Any], weights: Sequence[Any] | None) -> list[MicroBatch]:
+        """The batch as micro-batches, once it is known to be sound."""
+        ranks, k = len(self.ring.ids), self.options.accumulate
+        if self.options.uneven:
+            return micro_batches(batch, weights, ranks, k, self.model.check)
+        if weights is not None:
+            raise ValueError(
+                "step(weights): ranks are weighed only where they may differ. Pass uneven=True to the scheme."
+            )
+        x, y = self.model.check(batch, ranks)
+        arguments.divides("step(batch)", "accumulate", k, x.shape[1])
+        rows = x.shape[1] // k
+        return [
+            MicroBatch(x[:, start : start + rows], y[:, start : start + rows]) for start in range(0, k * rows, rows)
+        ]
+
+    def _total(self, parts: Sequence[MicroBatch]) -> Array | None:
+        """What all ranks' micro-batches weigh together, as each rank here has heard [R]; None where they are even."""
+        if not self.options.uneven:
+            return None
+        mine = np.sum([each.weights for each in parts], axis=0).astype(FP32)
+        heard: Array = tell(self._scalars, self.ranks, mine[:, None], "rows").sum(axis=(1, 2), dtype=np.float64)
+        if not heard.all():
+            raise ValueError("step(batch): no rank has a row, so there is nothing to average. Leave the step out.")
+        return heard
+
+    def _micro_batch(self, given: MicroBatch, total: Array | None, *, last: bool) -> Any:
         """Forward and backward on some rows of the batch; the loss of each rank [R]."""
-        x, target = self._load(given), self._load(wanted)
+        x, target = self._load(given.x), self._load(given.y)
+        self._work.rows = given.rows
         with self._parameters.for_pass(self.layers, backward=False), self.ledger.during(Phase.FORWARD):
             y, saved = self._forward(x)
         self._work.unit = "loss"
         losses, dy = self.model.loss(y, target, self._work)
+        if total is not None:  # each rank's mean counts as much as it weighs
+            shares = given.weights * self.ring.size * self.options.accumulate / total
+            dy *= shares.astype(FP32).reshape(-1, *[1] * (dy.ndim - 1))
         if self.scaler is not None:
             dy *= np.float32(self.scaler.scale)
         with self._parameters.for_pass(self.layers, backward=True), self.ledger.during(Phase.BACKWARD):
