@@ -102,7 +102,7 @@ class Agreement:
             parts = [self._pieces(grads, bucket) for grads, bucket in zip(owned, self._buckets, strict=True)]
             sums = [self._sums(part * inverse) for part in parts] if self._options.clip else []
             broken: Array = np.stack([~np.isfinite(part).reshape(rows, -1).all(axis=1) for part in parts])
-            mine = np.concatenate([*sums, broken.any(axis=0)[:, None]], axis=1, dtype=FP32)
+            mine = np.concatenate([*sums, np.any(broken, axis=0, keepdims=True).T], axis=1, dtype=FP32)
             everyone = self._exchange(mine)  # [R, member, the sums of its pieces by bucket and a flag]
             finite = not np.any(everyone[..., -1])
             if self._options.clip is None:

@@ -134,7 +134,8 @@ class Scheme:
         fit; OutOfMemory if a card's capacity would be passed, with the report up to there.
         """
         micro_batches = self._cut(batch, weights)
-        with self.ledger.step() as report:
+        overflow: Any = None if self.scaler is None else "ignore"  # a step that overflows is skipped
+        with self.ledger.step() as report, np.errstate(over=overflow, invalid=overflow):
             try:
                 self._gradients.begin()
                 total = self._total(micro_batches)
@@ -266,22 +267,26 @@ class Scheme:
                     self.ledger.flops(grads.size // len(self.ring.ids))
                 master = states.get(Band.MASTER, params)
                 moments = {str(band): states[band] for band in self.options.optimizer.states}
-                for part, lr, decay in self._parts(bucket, shape):
+                done: list[list[int]] = []  # operations, by rank where each is updated by itself
+                for part, lr, decay, first in self._parts(bucket, shape):
+                    if first:
+                        done.append([])
                     self.options.optimizer.update(
                         master[part], grads[part], **{name: state[part] for name, state in moments.items()},
-                        step=self.updates, flops=self.ledger.flops, lr=lr * rate, weight_decay=decay,
+                        step=self.updates, flops=done[-1].append, lr=lr * rate, weight_decay=decay,
                     )  # fmt: skip
+                self.ledger.flops(max(map(sum, done)))
                 if master is not params:
                     convert(master, params)
                 self.ledger.computed(bucket.name)
         for bucket in trainable:
             self._parameters.update(bucket)
 
-    def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float]]:
-        """What a rank owns of a bucket, cut where the rate or the weight decay changes, with both."""
+    def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float, bool]]:
+        """What ranks own of a bucket, cut where rate or weight decay change: with both, and if it is a rank's first."""
         rates = self.options.optimizer.rates(bucket.name, bucket.group.shapes)
         if len(set(rates)) == 1:
-            yield ..., *rates[0]
+            yield ..., *rates[0], True
             return
         ends = np.cumsum([prod(each) for each in bucket.group.shapes]).tolist()
         ends[-1] = bucket.padded
@@ -292,7 +297,7 @@ class Scheme:
             for first, last, (lr, decay) in zip([0, *ends[:-1]], ends, rates, strict=True):
                 low, high = max(first - start, 0), min(last - start, length)
                 if low < high:
-                    yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), lr, decay
+                    yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), lr, decay, low == 0
 
     @contextmanager
     def _where_updated(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:
