@@ -20,12 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
+from zerosim.kernels import Handed
 from zerosim.ledger import Counts, Ledger, Traffic
 from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
@@ -45,6 +47,7 @@ class Ring(Protocol):
 
     size: int
     ids: Sequence[int]
+    here: bool = False  # whether all ranks are, and a hop moves nothing: then a kernel may make all hops in one call
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """An array of this world, contents undefined."""
@@ -63,6 +66,14 @@ class Ring(Protocol):
         with the rows of a block in flight that they belong to."""
         ...
 
+    def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "rings n n C"]:
+        """``buffer`` as [ring, rank, chunk, C], a view, where all ranks are ``here``."""
+        raise NotImplementedError
+
+    def lanes(self, block: Shaped[Array, "R C"]) -> Shaped[Array, "rings n C"]:
+        """A block in flight as [ring, chunk, C], a view, where all ranks are ``here``."""
+        raise NotImplementedError
+
     def summands(self, buffer: Shaped[Array, "R L"], wire: DType) -> Iterator[Pieces]:
         """Each rank's chunks r+1, ..., r+N of ``buffer``, in the wire's dtype: the order in which they are added."""
         for hop in range(1, self.size + 1):
@@ -76,10 +87,14 @@ class Comm:
     ``wire`` is the dtype that blocks travel in: they are cast from the buffer's dtype as
     they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
     in flight, one going and one coming; ``ledger`` is told of every hop.
+
+    Where all ranks are in this process and their kernels can, all hops of a collective are made in one
+    call, which counts them as it makes them.
     """
 
     def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
         self.ring, self.wire, self.blocks, self.ledger = ring, wire, blocks, ledger
+        self._convert = blocks.kernels.convert
 
     def own(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
         """The chunk of ``buffer`` [R, N*C] that each rank owns, as a view [R, C]."""
@@ -110,18 +125,21 @@ class Comm:
 
         ``out`` may be that chunk of ``buffer`` [R, N*C] itself. Nothing else of ``buffer`` changes.
         """
-        with self._flight(buffer, size, name, band, unit) as (block, spare, hop):
-            summands = self.ring.summands(buffer, self.wire)
-            for rows, mine in next(summands):
-                block[rows] = mine
-            for sent, pieces in enumerate(summands, start=1):
-                arrived = hop(block, spare, sent)
-                for rows, mine in pieces:
-                    np.add(arrived[rows], mine, out=spare[rows])
-                block, spare = spare, block
+        with self._flight(buffer, size, name, band, unit) as (block, spare, hop, traffic):
+            if (summed := self._sum_at_once(buffer, size, block, spare, traffic)) is not None:
+                block = summed
+            else:
+                summands = self.ring.summands(buffer, self.wire)
+                for rows, mine in next(summands):
+                    block[rows] = mine
+                for sent, pieces in enumerate(summands, start=1):
+                    arrived = hop(block, spare, sent)
+                    for rows, mine in pieces:
+                        np.add(arrived[rows], mine, out=spare[rows])
+                    block, spare = spare, block
             total = block if self.wire == FP32 else block.astype(FP32)
             np.multiply(total, np.float32(scale), out=total)
-            convert(total, out)
+            self._convert(total, out)
 
     def all_gather(
         self,
@@ -141,25 +159,58 @@ class Comm:
         if own is None:
             own = np.empty_like(place)  # a register: an owner keeps its own bits, not those that travelled
             np.copyto(own, place)
-        with self._flight(buffer, size, name, band, unit) as (block, spare, hop):
-            convert(own, block)
-            for sent in range(n - 1):
+        with self._flight(buffer, size, name, band, unit) as (block, spare, hop, traffic):
+            self._convert(own, block)
+            for sent in range(0 if self._copy_at_once(buffer, size, block, traffic) else n - 1):
                 arrived = hop(block, spare, sent)
                 if arrived is spare:  # and has to be written before the next one arrives
                     for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        convert(arrived[rows], chunk)
+                        self._convert(arrived[rows], chunk)
                     block, spare = spare, block
                 elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank
-                    landed = np.empty_like(place)  # a register: the block in the dtype that it is written in
-                    convert(arrived, landed)
-                    np.copyto(buffer.reshape(len(buffer), n, -1), landed)
-        convert(own, place)
+                    np.copyto(buffer.reshape(len(buffer), n, -1), self._landed(arrived, buffer.dtype))
+        self._convert(own, place)
+
+    def _landed(self, block: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
+        """A block in the dtype that it is written in: itself, or a register."""
+        if block.dtype == dtype:
+            return block
+        landed = np.empty_like(block, dtype)
+        self._convert(block, landed)
+        return landed
+
+    def _sum_at_once(
+        self, buffer: Shaped[Array, "R L"], size: int, block: Array, spare: Array, traffic: Traffic
+    ) -> Array | None:
+        """The sums of a reduce-scatter, in one of the two blocks, if a kernel makes all the hops."""
+        kernel, ring = self.blocks.kernels.ring_sum, self.ring
+        if kernel is None or not ring.here:
+            return None
+        table, lanes = ring.table(buffer), (ring.lanes(block), ring.lanes(spare))
+        handed = Handed(*table.shape[:2])
+        total = kernel(table, lanes, _padding(*table.shape[1:], size, self.wire.itemsize), handed)
+        if total is None:
+            return None
+        _book(handed, traffic)
+        return block if total is lanes[0] else spare
+
+    def _copy_at_once(self, buffer: Shaped[Array, "R L"], size: int, block: Array, traffic: Traffic) -> bool:
+        """Whether a kernel has made all the hops of an all-gather."""
+        kernel, ring = self.blocks.kernels.ring_copies, self.ring
+        if kernel is None or not ring.here:
+            return False
+        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer.dtype))
+        handed = Handed(*table.shape[:2])
+        padding = _padding(*table.shape[1:], size, self.wire.itemsize)
+        if done := kernel(lanes, table, self.wire.itemsize, padding, handed):
+            _book(handed, traffic)
+        return done
 
     @contextmanager
     def _flight(
         self, buffer: Array, size: int, collective: str, band: str, unit: str
-    ) -> Iterator[tuple[Array, Array, Hop]]:
-        """The two blocks of a collective, held while it runs, and its hop."""
+    ) -> Iterator[tuple[Array, Array, Hop, Traffic]]:
+        """The two blocks of a collective, held while it runs, its hop, and where that is counted."""
         if not buffer.flags.c_contiguous:
             raise ValueError(
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
@@ -173,7 +224,7 @@ class Comm:
             try:
                 spare = self.blocks.hold(chunk)
                 try:
-                    yield block, spare, self._hop(traffic, offsets)
+                    yield block, spare, self._hop(traffic, offsets), traffic
                 finally:
                     self.blocks.free(spare)
                     traffic.padding += self._padding(buffer.shape[1], size, offsets)
@@ -206,3 +257,15 @@ def _cast(chunk: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
     register = np.empty_like(chunk, dtype)
     convert(chunk, register)
     return register
+
+
+@lru_cache
+def _padding(n: int, _: int, chunk: int, size: int, itemsize: int) -> Counts:
+    """Bytes of padding in each of n chunks, as [1, n]."""
+    return np.clip(np.arange(1, n + 1) * chunk - size, 0, chunk)[np.newaxis] * itemsize
+
+
+def _book(handed: Handed, traffic: Traffic) -> None:
+    """Book what a kernel has counted. All ranks hand on as much."""
+    messages, sent, received, _ = handed.counts[0, 0].tolist()
+    traffic.hops(messages, sent, received, handed.padding.reshape(-1))

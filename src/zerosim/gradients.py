@@ -22,7 +22,6 @@ from zerosim.layers import Flat, Group, Layer
 from zerosim.options import Options
 from zerosim.ranks import Ranks
 from zerosim.stages import Stage
-from zerosim.util.casts import convert
 
 
 class Gradients:
@@ -85,9 +84,9 @@ class Gradients:
                 self._comm.all_reduce(full, size, scale=self._scale, band=Band.GRADS, unit=bucket.name)
             elif self._scale != 1:  # nothing travels; scaled as the ring would, in fp32, and rounded once
                 register = np.empty_like(full, FP32)
-                convert(full, register)
+                self._ranks.kernels.convert(full, register)
                 np.multiply(register, np.float32(self._scale), out=register)
-                convert(register, full)
+                self._ranks.kernels.convert(register, full)
             average = self._comm.own(full) if self._row.optimizer else full
             self._keep(bucket.group, target, average, there=full is kept)
         elif bucket.group in self._reduced:
@@ -109,7 +108,7 @@ class Gradients:
         if group in self._reduced:
             _add(target, average)
         elif not there:
-            convert(average, target)
+            self._ranks.kernels.convert(average, target)
 
 
 def _add(target: Shaped[Array, "R n"], more: Shaped[Array, "R n"]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from zerosim.bands import Array, Band
+from zerosim.kernels import NUMPY, Kernels
 from zerosim.util.casts import convert
 
 _BLOCK = 32_768  # elements that go through all thirteen operations while they are in the cache
@@ -51,15 +52,24 @@ class Adam:
         exp_avg_sq: Float32[Array, "R n"],
         step: int,
         flops: Callable[[int], None],
+        kernels: Kernels = NUMPY,
     ) -> None:
         """Update ``params`` and both moments [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
 
-        ``step`` counts from 1. ``flops`` is told the operations done per row. The
-        temporaries are registers: they live for one block and are not held.
+        ``step`` counts from 1. ``flops`` is told the operations done per row. The temporaries are registers: they
+        live for one block and are not held. ``kernels`` may have the same operations in one pass.
         """
         beta1, beta2 = self.betas
         step_size = self.lr / (1 - beta1**step)
         root_correction = (1 - beta2**step) ** 0.5
+        if kernels.adam is not None:
+            operations = kernels.adam(
+                params, grads, exp_avg, exp_avg_sq,
+                betas=self.betas, eps=self.eps, step_size=step_size, root_correction=root_correction,
+            )  # fmt: skip
+            if operations is not None:
+                flops(operations * params.size // len(params))
+                return
         rows, length = params.shape
         block = _BLOCK if isinstance(params, np.ndarray) else max(length, 1)  # a shape has no cache to stay in
         some, width = max(1, block // max(length, 1)), min(length, block)
@@ -72,7 +82,7 @@ class Adam:
                 p, m, v = params[part], exp_avg[part], exp_avg_sq[part]
                 grad, tmp = g[: p.shape[0], : p.shape[1]], t[: p.shape[0], : p.shape[1]]
                 convert(grads[part], grad)
-                operations: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
+                steps: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
                     (np.subtract, grad, m, tmp),  # m += (1 - beta1) * (g - m)
                     (np.multiply, tmp, 1 - beta1, tmp),
                     (np.add, m, tmp, m),
@@ -87,9 +97,9 @@ class Adam:
                     (np.divide, grad, tmp, grad),
                     (np.add, p, grad, p),
                 )
-                for operation, a, b, out in operations:
+                for operation, a, b, out in steps:
                     operation(a, out=out) if b is None else operation(a, b, out=out)
-                done += len(operations) * p.shape[0] * p.shape[1]
+                done += len(steps) * p.shape[0] * p.shape[1]
         flops(done // rows)
 
 
@@ -123,13 +133,14 @@ class SGD:
         *,
         step: int,
         flops: Callable[[int], None],
+        kernels: Kernels = NUMPY,
     ) -> None:
         """Update ``params`` and ``momentum`` [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
 
         ``step`` is not used. ``flops`` is told the operations done per row. The temporary is a register.
         """
         descent = np.empty_like(params)
-        convert(grads, descent)
+        kernels.convert(grads, descent)
         operations = 2
         if momentum is not None:
             np.multiply(momentum, self.momentum, out=momentum)

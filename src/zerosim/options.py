@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from zerosim.bands import PRECISIONS, WIRES, Band, Precision
+from zerosim.kernels import Choice
 from zerosim.optimizer import SGD, Adam
 from zerosim.util.arguments import instance_of, integer, one_of
 
@@ -42,6 +43,9 @@ class Options:
     * ``all_reduce``: gradients are all-reduced where they could be reduce-scattered.
     * ``checkpoint``: a layer keeps only its input and runs forward again in its backward.
     * ``optimizer``: an ``Adam`` or ``SGD``.
+    * ``kernels``: ``"numba"`` computes with compiled kernels, ``"numpy"`` without, ``"auto"`` as the environment's
+      ``ZEROSIM_KERNELS`` says, or else with them where numba is installed. The bits are the same.
+    * ``threads``: how many of them the compiled kernels use. The bits are the same.
     * ``capacity``: bytes of memory of one rank's card; ``OutOfMemory`` is raised by the hold that would pass it.
 
     ValueError or TypeError, in the words of the call, for what is unknown or does not go together.
@@ -66,18 +70,21 @@ class Options:
     checkpoint: bool = False
     optimizer: Adam | SGD = field(default_factory=Adam)
     capacity: int | None = None
+    kernels: Choice = "auto"
+    threads: int = 1
 
     def __post_init__(self) -> None:
         one_of("Scheme", "precision", self.precision, PRECISIONS)
         one_of("Scheme", "wire", self.wire, WIRES)
         one_of("Scheme", "gather", self.gather, get_args(Gather))
         one_of("Scheme", "padding", self.padding, get_args(Padding))
+        one_of("Scheme", "kernels", self.kernels, get_args(Choice))
         if isinstance(self.bucket, str):
             one_of("Scheme", "bucket", self.bucket, get_args(Gather))
         for name in ("all_reduce", "checkpoint"):
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
-        for name, least in (("bucket", 1), ("prefetch", 0), ("accumulate", 1), ("capacity", 1)):
+        for name, least in (("bucket", 1), ("prefetch", 0), ("accumulate", 1), ("capacity", 1), ("threads", 1)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, integer("Scheme", name, value, least))

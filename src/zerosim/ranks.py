@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import overload
 
 from zerosim.bands import Array, Band, DType
+from zerosim.kernels import NUMPY, Kernels
 from zerosim.ledger import Ledger
 
 ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
@@ -52,7 +53,7 @@ class Ranks:
     """The memory of the ranks that live in this process, ``ids``; ``ranks[i]`` reads the i-th of them.
 
     ``dtypes`` gives each band's dtype; ``empty`` is how this world makes an array;
-    ``capacity`` is the memory of one card in bytes, or None for no limit.
+    ``capacity`` is the memory of one card in bytes, or None for no limit; ``kernels`` is what computes on it.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Ranks:
         ledger: Ledger,
         empty: Callable[[tuple[int, ...], DType], Array],
         capacity: int | None = None,
+        kernels: Kernels = NUMPY,
     ) -> None:
+        self.kernels = kernels
         self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
         self._empty = empty
         self.allocations = 0  # so far, whether freed since or not
@@ -178,11 +181,12 @@ class Rank(Mapping[str, list[Array]]):
 class Workspace:
     """``hold`` and ``free`` for one band: what a room that allocates, but must not know bands, is handed.
 
-    ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one.
+    ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one; ``kernels`` is what
+    computes on it.
     """
 
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
-        self._ranks, self._band, self._dtype = ranks, band, dtype
+        self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels
         self.unit = ""  # the layer or bucket that it is allocating for
 
     def hold(self, *shape: int, dtype: DType | None = None) -> Array:

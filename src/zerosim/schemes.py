@@ -17,6 +17,7 @@ from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
+from zerosim.kernels import choose
 from zerosim.layers import Checkpointed, Model, Pass
 from zerosim.ledger import Ledger, Phase, Report
 from zerosim.options import Options
@@ -24,7 +25,6 @@ from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import arguments
-from zerosim.util.casts import convert
 from zerosim.worlds.local import LocalRing
 
 __all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
@@ -88,7 +88,10 @@ class Scheme:
         self.shard = stage.on(ranks) if recipe.everywhere else stage
         wire, wire_params = WIRES[options.wire], WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
-        self.ranks = Ranks(self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity)
+        self.ranks = Ranks(
+            self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity,
+            choose(options.kernels, options.threads),
+        )  # fmt: skip
         self.comm, self._gathers = (
             (collectives or Comm)(self.ring, dtype, Workspace(self.ranks, Band.BLOCKS, dtype), self.ledger)
             for dtype in (wire, wire_params)
@@ -185,13 +188,15 @@ class Scheme:
                 params = params if self.shard.params else self.comm.own(params)
                 grads = grads if self.shard.grads else self.comm.own(grads)
             if (main := bucket.states.get(Band.MAIN_GRADS)) is not None:
-                convert(grads, main)
+                self.ranks.kernels.convert(grads, main)
                 grads = main
             master = bucket.states.get(Band.MASTER, params)
             moments = {str(band): bucket.states[band] for band in self.options.optimizer.states}
-            self.options.optimizer.update(master, grads, **moments, step=self.updates, flops=self.ledger.flops)
+            self.options.optimizer.update(
+                master, grads, **moments, step=self.updates, flops=self.ledger.flops, kernels=self.ranks.kernels
+            )
             if master is not params:
-                convert(master, params)
+                self.ranks.kernels.convert(master, params)
             self.ledger.computed(bucket.name)
         if self.shard.optimizer and not self.shard.params:
             for bucket in trainable:

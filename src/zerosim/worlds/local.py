@@ -28,6 +28,7 @@ class LocalRing(Ring):
 
     def __init__(self, size: int) -> None:
         self.size = n = size
+        self.here = type(self).shift is LocalRing.shift  # where a hop does more, every one has to be made by it
         self.ids: Sequence[int] = range(n)
         # Rows rank*N + chunk of the table for each hop t: ranks 0 .. N-t-1 meet chunks t .. N-1,
         # and ranks N-t .. N-1 chunks 0 .. t-1; each beside the rows of the block that they are.
@@ -46,6 +47,12 @@ class LocalRing(Ring):
         arrived = block.view()
         arrived.setflags(write=False)  # in half the time of arrived.flags.writeable
         return arrived
+
+    def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "1 n n C"]:
+        return buffer.reshape(1, self.size, self.size, -1)
+
+    def lanes(self, block: Shaped[Array, "R C"]) -> Shaped[Array, "1 n C"]:
+        return block[np.newaxis]
 
     def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
         table = buffer.reshape(self.size**2, -1)  # a view, as buffers are contiguous
