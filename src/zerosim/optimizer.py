@@ -46,10 +46,10 @@ class Adam:
 
     def update(
         self,
-        params: Float32[Array, "R n"],
-        grads: Float[Array, "R n"],
-        exp_avg: Float32[Array, "R n"],
-        exp_avg_sq: Float32[Array, "R n"],
+        params: Float32[Array, "... n"],
+        grads: Float[Array, "... n"],
+        exp_avg: Float32[Array, "... n"],
+        exp_avg_sq: Float32[Array, "... n"],
         step: int,
         flops: Callable[[int], None],
         kernels: Kernels = NUMPY,
@@ -68,8 +68,14 @@ class Adam:
                 betas=self.betas, eps=self.eps, step_size=step_size, root_correction=root_correction,
             )  # fmt: skip
             if operations is not None:
-                flops(operations * params.size // len(params))
+                flops(operations * params.shape[-1])
                 return
+        if params.ndim > 2:  # pieces of a buffer that rows have in groups
+            each: list[int] = []
+            for piece in zip(params, grads, exp_avg, exp_avg_sq, strict=True):
+                self.update(*piece, step=step, flops=each.append)
+            flops(sum(each) // len(each))
+            return
         rows, length = params.shape
         block = _BLOCK if isinstance(params, np.ndarray) else max(length, 1)  # a shape has no cache to stay in
         some, width = max(1, block // max(length, 1)), min(length, block)
@@ -127,9 +133,9 @@ class SGD:
 
     def update(
         self,
-        params: Float32[Array, "R n"],
-        grads: Float[Array, "R n"],
-        momentum: Float32[Array, "R n"] | None = None,
+        params: Float32[Array, "... n"],
+        grads: Float[Array, "... n"],
+        momentum: Float32[Array, "... n"] | None = None,
         *,
         step: int,
         flops: Callable[[int], None],
@@ -150,4 +156,4 @@ class SGD:
         else:
             np.multiply(descent, self.lr, out=descent)
         np.subtract(params, descent, out=params)
-        flops(operations * params.shape[1])
+        flops(operations * params.shape[-1])
