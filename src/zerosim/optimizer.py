@@ -45,10 +45,10 @@ class Adam:
 
     def update(
         self,
-        params: Float32[Array, "R n"],
-        grads: Float[Array, "R n"],
-        exp_avg: Float32[Array, "R n"],
-        exp_avg_sq: Float32[Array, "R n"],
+        params: Float32[Array, "... n"],
+        grads: Float[Array, "... n"],
+        exp_avg: Float32[Array, "... n"],
+        exp_avg_sq: Float32[Array, "... n"],
         step: int,
         flops: Callable[[int], None],
     ) -> None:
@@ -57,6 +57,12 @@ class Adam:
         ``step`` counts from 1. ``flops`` is told the operations done per row. The
         temporaries are registers: they live for one block and are not held.
         """
+        if params.ndim > 2:  # pieces of a buffer that rows have in groups
+            each: list[int] = []
+            for piece in zip(params, grads, exp_avg, exp_avg_sq, strict=True):
+                self.update(*piece, step=step, flops=each.append)
+            flops(sum(each) // len(each))
+            return
         beta1, beta2 = self.betas
         step_size = self.lr / (1 - beta1**step)
         root_correction = (1 - beta2**step) ** 0.5
@@ -117,9 +123,9 @@ class SGD:
 
     def update(
         self,
-        params: Float32[Array, "R n"],
-        grads: Float[Array, "R n"],
-        momentum: Float32[Array, "R n"] | None = None,
+        params: Float32[Array, "... n"],
+        grads: Float[Array, "... n"],
+        momentum: Float32[Array, "... n"] | None = None,
         *,
         step: int,
         flops: Callable[[int], None],
@@ -139,4 +145,4 @@ class SGD:
         else:
             np.multiply(descent, self.lr, out=descent)
         np.subtract(params, descent, out=params)
-        flops(operations * params.shape[1])
+        flops(operations * params.shape[-1])

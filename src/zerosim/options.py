@@ -42,7 +42,9 @@ class Options:
     * ``all_reduce``: gradients are all-reduced where they could be reduce-scattered.
     * ``checkpoint``: a layer keeps only its input and runs forward again in its backward.
     * ``optimizer``: an ``Adam`` or ``SGD``.
-    * ``capacity``: bytes of memory of one rank's card; ``OutOfMemory`` is raised by the hold that would pass it.
+    * ``capacity``: bytes of memory of one rank's card, ``host_capacity`` of what the host has for it;
+      ``OutOfMemory`` is raised by the hold that would pass it.
+    * ``node``: so many ranks are a group. Rows with groups shard within it; every row counts what leaves it.
 
     ValueError or TypeError, in the words of the call, for what is unknown or does not go together.
 
@@ -66,6 +68,8 @@ class Options:
     checkpoint: bool = False
     optimizer: Adam | SGD = field(default_factory=Adam)
     capacity: int | None = None
+    host_capacity: int | None = None
+    node: int | None = None
 
     def __post_init__(self) -> None:
         one_of("Scheme", "precision", self.precision, PRECISIONS)
@@ -77,10 +81,11 @@ class Options:
         for name in ("all_reduce", "checkpoint"):
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
-        for name, least in (("bucket", 1), ("prefetch", 0), ("accumulate", 1), ("capacity", 1)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, integer("Scheme", name, value, least))
+        needed = [] if isinstance(self.bucket, str) else [("bucket", 1)]
+        needed += [("prefetch", 0), ("accumulate", 1)]
+        needed += [(name, 1) for name in ("capacity", "host_capacity", "node") if getattr(self, name) is not None]
+        for name, least in needed:
+            object.__setattr__(self, name, integer("Scheme", name, getattr(self, name), least))
         if self.sync is not None:
             one_of("Scheme", "sync", self.sync, get_args(Sync))
         if self.wire_params is not None:

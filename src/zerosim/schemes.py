@@ -7,13 +7,14 @@ which world it runs: the ring that it is handed decides that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band
+from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band, DType, Place
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
@@ -29,6 +30,7 @@ from zerosim.worlds.local import LocalRing
 
 __all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
 LASTING = (*MODEL_STATES, Band.BUFFERS, Band.BUCKET)  # what outlives a step
+OWNED = tuple(band for band in MODEL_STATES if band not in (Band.PARAMS, Band.GRADS))  # what the optimizer has alone
 
 
 def _check_memory(stage: Stage, sizes: Sequence[int], ranks: int, options: Options) -> None:
@@ -73,6 +75,9 @@ class Scheme:
                 f"Scheme(precision): under {recipe.name!r} the 16-bit copy exists only while it is gathered, and "
                 f"{stage.name} gathers nothing. Use ZeRO-3, or precision='bf16'."
             )
+        self.shard = row = stage.on(ranks, options.node, gathers=not recipe.everywhere)
+        if options.all_reduce and row.two_axes:
+            raise ValueError(f"Scheme(all_reduce): {stage.name} reduce-scatters within the group first. Leave it out.")
         self.layers = split(model, options.bucket)
         if options.checkpoint:
             self.layers = [Checkpointed(layer) for layer in self.layers]
@@ -84,24 +89,24 @@ class Scheme:
             raise ValueError(
                 f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."
             )
-        # Nothing is sent by one rank. Only what has to be gathered to be read at all is gathered, by a ring of one.
-        self.shard = stage.on(ranks) if recipe.everywhere else stage
+        rings = self.ring.split(options.node or ranks)
+        self.ring = rings[0]
         wire, wire_params = WIRES[options.wire], WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
-        self.ranks = Ranks(self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity)
-        self.comm, self._gathers = (
-            (collectives or Comm)(self.ring, dtype, Workspace(self.ranks, Band.BLOCKS, dtype), self.ledger)
-            for dtype in (wire, wire_params)
+        self.ranks = Ranks(
+            self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity
         )
+
+        def comms(dtype: DType) -> list[Comm]:
+            kind, blocks = collectives or Comm, Workspace(self.ranks, Band.BLOCKS, dtype)
+            return [kind(ring, dtype, blocks, self.ledger) for ring in rings]
+
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
         self.updates = 0  # the optimizer's step count
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
-        by_group = dict(zip(groups, self.buckets, strict=True))
-        self._parameters = Parameters(
-            by_group, self.ranks, self._gather,
-            sharded=self.shard.params, ahead=options.prefetch, at_once=options.gather == "model",
-        )  # fmt: skip
-        self._gradients = Gradients(self.shard, by_group, self.layers, self.comm, self.ranks, options)
+        given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
+        self._gradients = Gradients(*given, comms(wire), self.ranks, options)
+        self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
 
     @property
     def states(self) -> tuple[Band, ...]:
@@ -126,10 +131,11 @@ class Scheme:
                 for start in range(0, x.shape[1], rows):
                     some = slice(start, start + rows)
                     losses.append(self._micro_batch(x[:, some], y[:, some], last=start + rows == x.shape[1]))
-                with self.ledger.during(Phase.OPTIMIZER):
+                with self.ledger.during(Phase.HOST_OPTIMIZER if "optimizer" in self.shard.offload else Phase.OPTIMIZER):
                     self._update()
                 report.loss = float(np.mean(np.concatenate(losses)))
-                report.padding = np.sum([bucket.padding(self.ring.ids) for bucket in self.buckets], axis=0).tolist()
+                padding = [bucket.padding(len(self.ring.ids)) for bucket in self.buckets]
+                report.padding = np.sum(padding, axis=0).tolist()
                 return report.loss
             except BaseException:
                 self._abandon()
@@ -138,11 +144,11 @@ class Scheme:
     def _micro_batch(self, given: Shaped[Array, "R ..."], wanted: Shaped[Array, "R ..."], *, last: bool) -> Any:
         """Forward and backward on some rows of the batch; the loss of each rank [R]."""
         x, target = self._load(given), self._load(wanted)
-        with self._parameters.for_pass(self.layers), self.ledger.during(Phase.FORWARD):
+        with self._parameters.for_pass(self.layers, backward=False), self.ledger.during(Phase.FORWARD):
             y, saved = self._forward(x)
         self._work.unit = "loss"
         losses, dy = self.model.loss(y, target, self._work)
-        with self._parameters.for_pass(self.layers), self.ledger.during(Phase.BACKWARD):
+        with self._parameters.for_pass(self.layers, backward=True), self.ledger.during(Phase.BACKWARD):
             self._backward(saved, dy, last)
         self._work.free(x)
         return losses
@@ -176,32 +182,53 @@ class Scheme:
             self._gradients.written(layer, last=last)
 
     def _update(self) -> None:
-        """The optimizer on what each rank owns; then, where parameters are whole but their owners many, a gather."""
+        """The optimizer on what each rank owns; then, where parameters are held by more than own them, a gather."""
         self.updates += 1
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in trainable:
-            params, grads = bucket.states[Band.PARAMS], bucket.states[Band.GRADS]
-            if self.shard.optimizer:
-                params = params if self.shard.params else self.comm.own(params)
-                grads = grads if self.shard.grads else self.comm.own(grads)
-            if (main := bucket.states.get(Band.MAIN_GRADS)) is not None:
-                convert(grads, main)
-                grads = main
-            master = bucket.states.get(Band.MASTER, params)
-            moments = {str(band): bucket.states[band] for band in self.options.optimizer.states}
-            self.options.optimizer.update(master, grads, **moments, step=self.updates, flops=self.ledger.flops)
-            if master is not params:
-                convert(master, params)
-            self.ledger.computed(bucket.name)
-        if self.shard.optimizer and not self.shard.params:
-            for bucket in trainable:
-                self._all_gather(bucket, bucket.states[Band.PARAMS], None)
+            owned = [self._parameters.owned(bucket), self._gradients.owned(bucket)]
+            shape = max((each.shape for each in owned), key=len)  # pieces of what is whole lie as their ring does
+            with self._where_updated(bucket, *(each.reshape(shape) for each in owned)) as (params, grads):
+                states: dict[Band, Array] = {
+                    band: state.reshape(shape) for band, state in bucket.states.items() if band in OWNED
+                }
+                if (main := states.get(Band.MAIN_GRADS)) is not None:
+                    convert(grads, main)
+                    grads = main
+                master = states.get(Band.MASTER, params)
+                moments = {str(band): states[band] for band in self.options.optimizer.states}
+                self.options.optimizer.update(master, grads, **moments, step=self.updates, flops=self.ledger.flops)
+                if master is not params:
+                    convert(master, params)
+                self.ledger.computed(bucket.name)
+        for bucket in trainable:
+            self._parameters.update(bucket)
 
-    def _gather(self, bucket: Bucket, full: Shaped[Array, "R L"]) -> None:
-        self._all_gather(bucket, full, bucket.states[Band.PARAMS])
+    @contextmanager
+    def _where_updated(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:
+        """The owned parameters and gradients [..., n] where the optimizer is: on the host, they are copied there."""
+        if "optimizer" not in self.shard.offload:
+            yield params, grads
+            return
+        rows, copies = len(self.ring.ids), []
 
-    def _all_gather(self, bucket: Bucket, full: Shaped[Array, "R L"], own: Shaped[Array, "R C"] | None) -> None:
-        self._gathers.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name)
+        def down(band: Band, array: Array) -> Array:
+            copies.append(here := self.ranks.hold(band, (array.size // rows,), bucket.name, place=Place.HOST))
+            convert(array, here.reshape(array.shape))
+            self.ledger.copy(Place.HOST, band, here.nbytes // rows, bucket.name)
+            return here.reshape(array.shape)
+
+        if not self.shard.offloads(Band.GRADS):
+            grads = down(Band.GRADS, grads)
+        there = self.shard.offloads(Band.PARAMS)
+        updated = params if there or Band.MASTER in bucket.states else down(Band.PARAMS, params)
+        yield updated, grads
+        if not there:
+            if updated is not params:
+                convert(updated, params)
+            self.ledger.copy(Place.CARD, Band.PARAMS, params.nbytes // rows, bucket.name)
+        for array in copies:
+            self.ranks.free(array)
 
     def _abandon(self) -> None:
         """After an error within a step: give back all that does not outlive a step."""
@@ -239,20 +266,24 @@ class Scheme:
             ]
         )
 
+    def owned_states(self, bucket: Bucket, band: Band) -> tuple[Shaped[Array, "R n"], list[int]]:
+        """What each rank here has of a state, of gradients the averaged, and which piece of that length it is."""
+        if band is not Band.GRADS:  # elsewhere in its full gradients a rank has its own, not the average
+            return bucket.states[band], bucket.pieces[band].tolist()
+        n, node = self.ring.size, self.options.node
+        pieces = [self.shard.piece(Band.MASTER, rank, n, node)[0] for rank in self.ring.ids]
+        return self._gradients.owned(bucket).reshape(len(pieces), -1), pieces
+
     def _whole(self, bucket: Bucket, band: Band) -> Shaped[Array, "n"]:
-        """One state of one bucket, unpadded: the first rank's, or all ranks' shards."""
-        state = bucket.states[band]
-        if band is Band.GRADS and self.shard.optimizer and not self.shard.grads:
-            state = self.comm.own(state)  # elsewhere in its full gradients a rank has its own, not the average
-        if state.shape[1] == bucket.padded:
-            whole: Array = state[0]
-        elif len(self.ring.ids) == self.ring.size:
-            whole = state.reshape(-1)
-        else:
+        """One state of one bucket, unpadded, put together from the pieces that the ranks own."""
+        state, pieces = self.owned_states(bucket, band)
+        count = bucket.padded // state.shape[1]
+        if len(set(pieces)) < count:
             raise ValueError(
-                f"Scheme.flat({band}): {self.name} shards it over {self.ring.size} ranks, of which only "
+                f"Scheme.flat({band}): {self.name} shards it over {count} ranks, of which only "
                 f"{list(self.ring.ids)} live in this process; read ranks[i] and put the shards together."
             )
+        whole: Array = state[[pieces.index(piece) for piece in range(count)]].reshape(-1)
         return whole[: bucket.size]
 
     def bytes_per_param(self) -> float:
