@@ -29,7 +29,9 @@ class Stage:
     (8, 1)
     """
 
-    train: ClassVar[Callable[..., Scheme]]  # ``Scheme``; schemes.py, which reads these rows, puts itself here
+    train: ClassVar[
+        Callable[..., Any]
+    ]  # Scheme (a name that records could not resolve): schemes.py, which reads the rows, puts itself here
 
     name: str
     optimizer: bool = False
@@ -53,7 +55,8 @@ class Stage:
 
         Options come as keywords, as one record, or as both, and then the keywords count.
         """
-        return self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        scheme: Scheme = self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        return scheme
 
     def on(self, ranks: int) -> Stage:
         """The row as so many ranks run it: one alone has nobody to shard with, and is data parallel."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from zerosim.bands import Array
-from zerosim.real_ranks.meter import Counters
 import msgspec
 
+from zerosim.bands import Array
+from zerosim.real_ranks.meter import Counters
 from zerosim.records.files import Record, encoded
 from zerosim.records.real_ranks import Settings
 from zerosim.records.results import Failure
