@@ -29,7 +29,7 @@ class Stage:
     (8, 1)
     """
 
-    train: ClassVar[Callable[..., Scheme]]  # ``Scheme``; schemes.py, which reads these rows, puts itself here
+    train: ClassVar[Callable[..., Any]]  # ``Scheme``; schemes.py, which reads these rows, puts itself here
 
     name: str
     optimizer: bool = False
@@ -53,7 +53,8 @@ class Stage:
 
         Options come as keywords, as one record, or as both, and then the keywords count.
         """
-        return self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        run: Scheme = self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        return run
 
     def on(self, ranks: int) -> Stage:
         """The row as so many ranks run it: one alone has nobody to shard with, and is data parallel."""
