@@ -9,8 +9,6 @@ from enum import StrEnum
 
 import msgspec
 
-from zerosim.bands import Array
-from zerosim.real_ranks.meter import Counters
 from zerosim.records.files import Record, encoded
 from zerosim.records.real_ranks import Settings
 from zerosim.records.results import Failure
