@@ -51,6 +51,7 @@ class Band(StrEnum):
     SCALARS = "scalars"  # norms, flags and counts, as the ranks tell each other
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
+    CHECKPOINT = "checkpoint"  # what is copied to be written
     BUCKET = "gradient bucket"
 
 
@@ -122,6 +123,7 @@ class Precision:
             Band.SCALARS: FP32,
             Band.ACTIVATIONS: FP32,
             Band.BUFFERS: FP32,
+            Band.CHECKPOINT: np.dtype(np.uint8),
             Band.BUCKET: grads,
         }
 
