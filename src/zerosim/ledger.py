@@ -189,7 +189,7 @@ class Ledger:
         self._without = 0  # the total less the bands that are apart
         self._open = Report(step=0)  # what happens before the first step is booked here
         self._closed_sent: Counts = np.zeros(rows, np.int64)
-        self._closed_peak = self._closed_peak_without = Peak()
+        self._closed_peak = self._closed_peak_without = self._closed_host_peak = Peak()
         self._started = self._since = clock()
 
     # -- memory, called by hold and free alone
@@ -311,7 +311,7 @@ class Ledger:
     def _close(self) -> None:
         """Fold the open report into the totals since the beginning."""
         self._closed_sent += self._open_sent()
-        self._closed_peak = self.peak()
+        self._closed_peak, self._closed_host_peak = self.peak(), self.host_peak()
         self._closed_peak_without = self.peak_without_activations()
         self._open = Report(step=0)
 
@@ -327,6 +327,10 @@ class Ledger:
     def peak(self) -> Peak:
         """The highest instant so far, everything counted."""
         return max(self._closed_peak, self._open.peak, key=lambda peak: peak.total)
+
+    def host_peak(self) -> Peak:
+        """The highest instant so far of the host's memory."""
+        return max(self._closed_host_peak, self._open.host_peak, key=lambda peak: peak.total)
 
     def peak_without_activations(self) -> Peak:
         """The highest instant so far of what scales with the parameters."""

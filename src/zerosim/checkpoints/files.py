@@ -26,7 +26,7 @@ from zerosim.stages import Stage
 SCHEMA = "zerosim.checkpoint/1"
 INDEX, WRITING = "index.json", ".writing"
 # The dtypes of states and buffers, by what safetensors calls them.
-_DTYPES: dict[str, DType] = {
+DTYPES: dict[str, DType] = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
@@ -96,7 +96,16 @@ def tensors_bytes(tensors: Mapping[str, Array]) -> bytes:
 def tensors_of(content: bytes) -> dict[str, Array]:
     """The tensors in the content of a safetensors file, bfloat16 too."""
     parts: Any = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
-    return {name: np.frombuffer(part["data"], _DTYPES[part["dtype"]]).reshape(part["shape"]) for name, part in parts}
+    return {name: np.frombuffer(part["data"], DTYPES[part["dtype"]]).reshape(part["shape"]) for name, part in parts}
+
+
+def digest_of(path: Path, chunk: int) -> str:
+    """The same of a file, of which so many bytes are read at a time."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(chunk):
+            found.update(part)
+    return found.hexdigest()
 
 
 def digest(content: bytes) -> str:
