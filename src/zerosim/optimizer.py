@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from zerosim.bands import Array, Band
-from zerosim.kernels import NUMPY, Kernels
+from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.util.casts import convert
 
 _BLOCK = 32_768  # elements that go through all thirteen operations while they are in the cache

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from zerosim.bands import PRECISIONS, WIRES, Band, Precision
-from zerosim.kernels import Choice
+from zerosim.kernels.operations import Choice
 from zerosim.optimizer import SGD, Adam
 from zerosim.util.arguments import instance_of, integer, one_of
 

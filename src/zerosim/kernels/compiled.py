@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zerosim.bands import Array, DType
-from zerosim.kernels import Handed, Kernels
+from zerosim.kernels.operations import Handed, Kernels
 from zerosim.util import casts
 
 # As what the loops are passed a dtype's arrays.
@@ -64,7 +64,7 @@ class Compiled:
         self, params: Array, grads: Array, exp_avg: Array, exp_avg_sq: Array, *,
         betas: tuple[float, float], eps: float, step_size: float, root_correction: float,
     ) -> int | None:  # fmt: skip
-        """As ``kernels.AdamKernel``."""
+        """As in ``Kernels``."""
         if type(params) is not np.ndarray:
             return None
         loop = self._loop("adam", params.size, grads.dtype)
@@ -78,7 +78,7 @@ class Compiled:
     def ring_sum(
         self, chunks: Array, blocks: tuple[Array, Array], padding: npt.NDArray[np.int64], handed: Handed
     ) -> Array | None:
-        """As ``kernels.RingSum``."""
+        """As in ``Kernels``."""
         even, odd = blocks
         n, length = chunks.shape[2:]
         loop = self._loop("ring_sum", chunks.size, chunks.dtype, even.dtype)
@@ -94,7 +94,7 @@ class Compiled:
     def ring_copies(
         self, block: Array, chunks: Array, itemsize: int, padding: npt.NDArray[np.int64], handed: Handed
     ) -> bool:
-        """As ``kernels.RingCopies``."""
+        """As in ``Kernels``."""
         loop = self._loop("ring_copies", chunks.size, chunks.dtype)
         if loop is None:
             return False

@@ -225,7 +225,7 @@ def adam(params, grads, exp_avg, exp_avg_sq, rest1, beta2, rest2, root_correctio
 
 @no_type_check
 def ring_sum(chunks, even, odd, padding, handed, first, last, together, length):
-    """The hops of chunks ``first`` to ``last`` of a reduce-scatter, as ``kernels.RingSum`` has it.
+    """The hops of chunks ``first`` to ``last`` of a reduce-scatter, as ``operations.Kernels`` has it.
 
     ``together`` chunks, ``length`` elements of each at a time, go all the way round before the next do, so that
     partial sums stay in the cache: no chunk meets another on its way. Into ``even`` goes what has made an
@@ -264,7 +264,7 @@ def ring_sum(chunks, even, odd, padding, handed, first, last, together, length):
 
 @no_type_check
 def ring_copies(block, chunks, itemsize, padding, handed, first, last):
-    """The hops of an all-gather that end at ranks ``first`` to ``last``, as ``kernels.RingCopies`` has it.
+    """The hops of an all-gather that end at ranks ``first`` to ``last``, as ``operations.Kernels`` has it.
 
     A rank is handed all its blocks before the next is handed any, so that what is written lies together: what is
     in a block does not change on its way.
