@@ -199,6 +199,7 @@ class Workspace:
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
         self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels
         self.unit = ""  # the layer or bucket that it is allocating for
+        self.rows: Sequence[int] | None = None  # of the batch, those of each rank here, where they differ
 
     def hold(self, *shape: int, dtype: DType | None = None) -> Array:
         """Allocate [R, *shape] in the band."""

@@ -38,8 +38,8 @@ class Kernels:
     All of them leave what they cannot take, by saying None or False, to the formula.
 
     * ``convert(source, target)``: a cast, as ``casts.convert``.
-    * ``adam(params, grads, exp_avg, exp_avg_sq, betas=, eps=, step_size=, root_correction=)``: Adam on [..., n],
-      which gives the operations that it did for each element.
+    * ``adam(params, grads, exp_avg, exp_avg_sq, beta1, beta2, eps, step_size, root_correction, decay)``: Adam on
+      [..., n], which gives the operations that it did for each element.
     * ``ring_sum(chunks, blocks, padding, handed)``: all hops of a reduce-scatter whose ranks are all here, from
       ``chunks`` [ring, member, chunk, C]. ``blocks`` are the two in flight, each [ring, chunk, C]; the sum ends in
       the one that is returned. ``padding`` has the bytes of it in each chunk [ring, chunk], and ``handed`` is told of
