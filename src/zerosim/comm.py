@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
-from zerosim.kernels import Handed
+from zerosim.kernels.operations import Handed
 from zerosim.ledger import Counts, Ledger, Traffic
 from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
@@ -89,7 +89,7 @@ class Ring(Protocol):
         """``buffer`` as [ring, member, chunk, C], a view, where all ranks are ``here``."""
         return buffer.reshape(-1, self.size, self.size, buffer.shape[1] // self.size)
 
-    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+    def lanes(self, rows: Shaped[Array, "R ..."]) -> Shaped[Array, "rings n ..."]:
         """What each rank has one of as [ring, member, ...], a view, where all ranks are ``here``."""
         return rows.reshape(-1, self.size, *rows.shape[1:])
 
@@ -255,7 +255,7 @@ class Comm:
         """Book what a kernel has counted: all ranks hand on as much, of which not as much is padding."""
         messages, sent, received, _ = handed.counts[0, 0].tolist()
         padding = np.empty(len(self.ring.ids), np.int64)
-        self.ring.lanes(padding)[...] = handed.padding
+        self.ring.lanes(padding)[...] = handed.counts[..., 3]
         traffic.hops(messages, sent, received, padding)
 
     # -- in flight

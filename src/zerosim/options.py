@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, Literal, TypeVar, get_args
 
 from zerosim.bands import PRECISIONS, WIRES, Band, Precision
-from zerosim.kernels import Choice
+from zerosim.kernels.operations import Choice
 from zerosim.optimizer import SGD, Adam
 from zerosim.util.arguments import instance_of, integer, one_of
 

@@ -19,7 +19,7 @@ from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band, DType, Place
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
-from zerosim.kernels import choose
+from zerosim.kernels.choice import choose
 from zerosim.layers import Checkpointed, MicroBatch, Model, Pass
 from zerosim.ledger import Ledger, Phase, Report
 from zerosim.options import LossScale, Options
