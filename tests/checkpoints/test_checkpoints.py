@@ -84,7 +84,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, row: Stage, othe
         assert resumed.step(batch) == straight.step(batch)
         assert resumed.reports[-1].norm == straight.reports[-1].norm
     assert states(resumed) == states(straight)
-    assert resumed.scaler is not None and straight.scaler is not None
+    assert resumed.scaler is not None
+    assert straight.scaler is not None
     assert resumed.scaler.good_steps == straight.scaler.good_steps == 6
 
 
