@@ -26,9 +26,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Shaped
 
-from zerosim.bands import FP32, Array, DType
+from zerosim.bands import FP32, INT8, Array, DType
 from zerosim.ledger import Counts, Ledger, Traffic
 from zerosim.ranks import Workspace
+from zerosim.util import int8
 from zerosim.util.casts import convert
 
 Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
@@ -96,7 +97,8 @@ class Comm:
     """The collectives of one process's ranks.
 
     ``wire`` is the dtype that blocks are sent in: they are cast from the buffer's dtype as
-    they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
+    they leave and back as they land. With int8 a block is packed, its scales within, and everybody has
+    what that comes to, its owner too; it is for gathering alone. ``blocks`` provides the two blocks that a rank needs
     in flight, one going and one coming; ``ledger`` is told of every hop.
     """
 
@@ -172,18 +174,39 @@ class Comm:
             np.copyto(own, place)
         own = own.reshape(place.shape)
         with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop):
-            convert(own, block.reshape(place.shape))
+            own = self._leave(own, block)
             for sent in range(n - 1):
                 arrived = hop(block, spare, sent)
                 if arrived is spare:  # and has to be written before the next one arrives
                     for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        convert(self.ring.grid(arrived)[rows], chunk)
+                        self._land(self.ring.grid(arrived)[rows], chunk)
                     block, spare = spare, block
                 elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
-                    landed = np.empty_like(buffer, shape=block.shape)  # a register: in the dtype that is written
-                    convert(arrived, landed)
+                    landed = np.empty_like(buffer, shape=(len(block), place.shape[-1]))  # a register
+                    self._land(arrived, landed)
                     self.ring.spread(landed, buffer)
         convert(own, place)
+
+    def _leave(self, own: Shaped[Array, "... C"], block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
+        """Write what each rank owns to a block, as it is sent; what it is to everybody, the owner included."""
+        if self.wire != INT8:
+            convert(own, block.reshape(own.shape))
+        elif self.ring.size > 1:  # to nobody, nothing is rounded
+            int8.pack(own, block)
+            own = np.empty_like(own)
+            int8.unpack(block, own)
+        return own
+
+    def _land(self, block: Shaped[Array, "... C"], out: Shaped[Array, "... C"]) -> None:
+        """Write a block that has arrived, in the dtype of ``out``."""
+        if self.wire == INT8:
+            int8.unpack(block, out)
+        else:
+            convert(block, out)
+
+    def _length(self, count: Any) -> Any:
+        """Of a block with so many elements, one number or several."""
+        return int8.length(count) if self.wire == INT8 else count
 
     @contextmanager
     def _flight(
@@ -195,7 +218,7 @@ class Comm:
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
                 f"got strides {buffer.strides} for shape {buffer.shape}. Pass what hold returned, not a view of it."
             )
-        chunk = buffer.shape[1] // self.ring.size
+        chunk = self._length(buffer.shape[1] // self.ring.size)
         offsets: list[int] = []
         self.blocks.unit = unit
         with self.ledger.sending(collective, band, unit, self.ring.leaves, self.ring.leaving) as traffic:
@@ -228,8 +251,9 @@ class Comm:
             return np.zeros(len(self.ring.ids), np.int64)
         chunk = padded // self.ring.size
         ends = (np.add.outer(self.ring.members, offsets) % self.ring.size + 1) * chunk
-        beyond: Counts = np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk).sum(axis=1)
-        return beyond * self.wire.itemsize
+        beyond = np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk)
+        sent: Counts = (self._length(chunk) - self._length(chunk - beyond)).sum(axis=1)
+        return sent * self.wire.itemsize
 
 
 def _cast(chunk: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
