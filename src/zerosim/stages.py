@@ -139,6 +139,15 @@ class Stage:
         """Whether gradients are reduced over the group and then over the replicas, and not over all at once."""
         return Over.GROUP in (self.optimizer, self.grads, self.params)
 
+    def order(self, wire_params: str | None = None) -> tuple[object, ...]:
+        """What decides the bits of a training: rows of one order, resolved by ``on``, agree in every one.
+
+        The rings in which gradients are summed; and where parameters are rounded as they are sent, as to int8,
+        who gathers them from whom.
+        """
+        gathers = self.optimizer, self.params, self.reshard_after_forward == "group"
+        return (self.two_axes, *gathers) if wire_params == "int8" else (self.two_axes,)
+
     def on(self, ranks: int, node: int | None, *, gathers: bool = False) -> Stage:
         """The row as so many ranks in groups of ``node`` run it: groups of 1 or of all make it a plain one.
 

@@ -50,6 +50,7 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
         wire=settings.wire,
         gather=settings.gather,
         node=settings.node,
+        wire_params=settings.wire_params,
     )
 
 
@@ -62,8 +63,9 @@ def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair
 def plain_training(row: Stage, settings: Settings, ranks: int) -> Reference:
     """What all rows that sum in this one's order, on so many ranks, are held against."""
     return Reference(
-        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node
-    )
+        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node,
+        wire_params=settings.wire_params,
+    )  # fmt: skip
 
 
 class Run:
@@ -75,7 +77,7 @@ class Run:
     def __init__(self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None) -> None:
         self.row = row
         self._settings = settings
-        self.two_axes = row.on(ranks, settings.node).two_axes  # the order in which it sums
+        self.order = settings.order(row, ranks)
         self._plain = plain or plain_training(row, settings, ranks)
         self.job = job_of(settings, model, row, ranks)
         self.capacity = settings.capacity

@@ -95,8 +95,8 @@ def _side_by_side(
 ) -> tuple[list[SchemeRecord], list[Difference], list[Difference], list[Failure]]:
     """The schemes in lockstep on the same batches, compared after every step.
 
-    Bits are compared among those that sum in one order. The second list of differences says how far the
-    first that sums over two axes is from the first that sums over all ranks at once.
+    Bits are compared among those of one order. The second list of differences says how far the first of each
+    further order is from the first of all.
     """
     runs = _runs(settings, rows, model, settings.ranks)
     differences: list[Difference] = []
@@ -106,14 +106,13 @@ def _side_by_side(
         for each in runs:
             advance(f"step {step} of {settings.steps}: {each.row.name}")
             each.step(batch)
-        first: Run | None = None
-        for order in (False, True):
-            alive = [each for each in runs if each.alive and each.two_axes is order]
-            if not alive:
-                continue
-            if first is not None:
+        orders: dict[tuple[object, ...], list[Run]] = {}
+        for each in runs:
+            if each.alive:
+                orders.setdefault(each.order, []).append(each)
+        for alive in orders.values():
+            if alive[0] is not (first := next(iter(orders.values()))[0]):
                 between.append(compare.compare(alive[0].scheme, compare.whole_states(first.scheme), step)[0])
-            first = first or alive[0]
             reference = compare.whole_states(alive[0].scheme)
             for each in alive:
                 if each is alive[0] and each.scheme.shard.optimizer is Over.ALL:
@@ -129,13 +128,14 @@ def _side_by_side(
 
 
 def _runs(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> list[Run]:
-    """A run of each row; those that sum in one order are held to one plain training."""
-    plain: dict[bool, Reference] = {}
+    """A run of each row; those of one order are held to one plain training."""
+    plain: dict[tuple[object, ...], Reference] = {}
     runs = []
     for row in rows:
-        two_axes = row.on(ranks, settings.node).two_axes
-        reference = plain.setdefault(two_axes, plain_training(row, settings, ranks))
-        runs.append(Run(row, settings, model, ranks, reference))
+        order = settings.order(row, ranks)
+        if order not in plain:
+            plain[order] = plain_training(row, settings, ranks)
+        runs.append(Run(row, settings, model, ranks, plain[order]))
     return runs
 
 

@@ -146,15 +146,14 @@ def _differences(results: Results) -> Iterator[str]:
     """Each scheme that completed a step is compared with the first of its order; that one if it has copies."""
     ranks, node, expected, apart = results.settings.ranks, results.settings.node, [], []
     for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
-        orders: dict[bool, list[SchemeRecord]] = {False: [], True: []}
+        orders: dict[tuple[object, ...], list[SchemeRecord]] = {}
         for record in results.schemes:
             if len(record.steps) >= step:
-                orders[record.row.on(ranks, node).two_axes].append(record)
+                orders.setdefault(results.settings.order(record.row), []).append(record)
         for alive in orders.values():
-            whole = alive and _shards_all(alive[0], ranks, node)
+            whole = _shards_all(alive[0], ranks, node)
             expected += [(step, each.name) for each in alive if not (each is alive[0] and whole)]
-        if orders[False] and orders[True]:
-            apart.append((step, orders[True][0].name))
+        apart += [(step, alive[0].name) for alive in list(orders.values())[1:]]
     for what, found, wanted in (
         ("comparisons", results.differences, expected), ("distances between orders", results.between_orders, apart)
     ):  # fmt: skip
@@ -231,8 +230,13 @@ def _verdicts(results: Results) -> Iterator[str]:
         if any(each.differing.values()) and (Check.SAME_TRAINING, each.scheme, ranks) not in said:
             yield f"bits of {each.scheme} differ after step {each.step}, and no failure says so"
     for step in range(max(len(record.steps) for record in results.schemes)):
-        losses = {str(record.steps[step].loss) for record in results.schemes if step < len(record.steps)}
-        if len(losses) > 1 and not any(check == Check.SAME_TRAINING for check, _, _ in said):
+        losses = {
+            (results.settings.order(record.row), str(record.steps[step].loss))
+            for record in results.schemes
+            if step < len(record.steps)
+        }
+        orders = {order for order, _ in losses}
+        if len(losses) > len(orders) and not any(check == Check.SAME_TRAINING for check, _, _ in said):
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
         fits = results.settings.capacity is None or sum(record.prediction.peak.values()) <= results.settings.capacity

@@ -27,7 +27,8 @@ class Settings(Record):
     """What was asked for.
 
     ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
-    ``capacity`` is the bytes of a card, or None for no limit.
+    ``capacity`` is the bytes of a card, ``host_capacity`` those of the host for each rank, or None for no
+    limit. ``node`` ranks are a group, and ``wire_params`` is what parameters are sent in, if it is not ``wire``.
     """
 
     ranks: Positive
@@ -43,6 +44,7 @@ class Settings(Record):
     widths: list[Positive]
     node: Positive | None = None
     host_capacity: Positive | None = None
+    wire_params: str | None = None
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
@@ -53,7 +55,12 @@ class Settings(Record):
             capacity=self.capacity,
             host_capacity=self.host_capacity,
             node=self.node,
+            wire_params=self.wire_params,
         )
+
+    def order(self, row: Stage, ranks: int | None = None) -> tuple[object, ...]:
+        """What decides the bits of a row's training under these settings: see ``Stage.order``."""
+        return row.on(ranks or self.ranks, self.node).order(self.wire_params)
 
 
 class Check(StrEnum):
