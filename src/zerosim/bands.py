@@ -48,6 +48,7 @@ class Band(StrEnum):
     UNREDUCED = "unreduced grads"
     PARTIAL = "partial grads"  # averaged over the group, not yet over the replicas
     BLOCKS = "ring blocks"
+    SCALARS = "scalars"  # norms, flags and counts, as the ranks tell each other
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
     BUCKET = "gradient bucket"
@@ -119,6 +120,7 @@ class Precision:
             Band.UNREDUCED: grads if self.everywhere else self.working,
             Band.PARTIAL: wire,
             Band.BLOCKS: wire,
+            Band.SCALARS: FP32,
             Band.ACTIVATIONS: FP32,
             Band.BUFFERS: FP32,
             Band.BUCKET: grads,

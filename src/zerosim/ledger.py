@@ -123,6 +123,10 @@ class Report:
 
     step: int
     loss: float = float("nan")
+    mean_of_means: float = float("nan")  # of the ranks' losses, which is another number where they are uneven
+    norm: float | None = None
+    scale: float = 1.0
+    skipped: bool = False
     complete: bool = False
     resident: dict[str, int] = field(default_factory=dict)
     padding: list[int] = field(default_factory=list)

@@ -195,6 +195,7 @@ class Workspace:
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
         self._ranks, self._band, self._dtype = ranks, band, dtype
         self.unit = ""  # the layer or bucket that it is allocating for
+        self.rows: Sequence[int] | None = None  # of the batch, those of each rank here, where they differ
 
     def hold(self, *shape: int, dtype: DType | None = None) -> Array:
         """Allocate [R, *shape] in the band."""

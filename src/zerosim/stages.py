@@ -64,7 +64,8 @@ class Stage:
     ((1, 4), (3, 8))
     """
 
-    train: ClassVar[Callable[..., Scheme]]  # the training step, which reads these rows: schemes.py puts itself here
+    # ``Scheme``: schemes.py, which reads these rows, puts itself here. Readers of records resolve this annotation.
+    train: ClassVar[Callable[..., Any]]
 
     name: str
     optimizer: Sharded = Over.NOBODY
@@ -124,7 +125,8 @@ class Stage:
 
         Options come as keywords, as one record, or as both, and then the keywords count.
         """
-        return self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        made: Scheme = self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        return made
 
     def over(self, band: Band) -> Over:
         """Over whom this model state is sharded."""

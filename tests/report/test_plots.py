@@ -57,7 +57,7 @@ def _small_card(capacity: int) -> Results:
 
 
 def _card(whole: Results) -> Results:
-    """A card that is one byte too small for ZeRO-2: what needs more than that dies, ZeRO-3 lives."""
+    """A card that is one byte too small for ZeRO-2: what needs more than that runs out of memory, ZeRO-3 fits."""
     return _small_card(whole.scheme("ZeRO-2").steps[-1].peak.total - 1)
 
 
@@ -74,8 +74,8 @@ def _unlike(whole: Results) -> Results:
 
 CASES: dict[str, Callable[[Results], Results]] = {
     "whole": lambda whole: whole,
-    "some die": _card,
-    "all die": lambda _: lab.run(replace(SETTINGS, capacity=64)),
+    "some run out": _card,
+    "all run out": lambda _: lab.run(replace(SETTINGS, capacity=64)),
     "one rank": lambda _: lab.run(replace(SETTINGS, ranks=1)),
     "one step, fp32": lambda _: lab.run(replace(SETTINGS, steps=1, precision="fp32")),
     "11 ranks, bf16": lambda _: lab.run(replace(SETTINGS, ranks=11, steps=1, precision="bf16", wire="bf16")),
@@ -209,12 +209,12 @@ def test_loss_without_master_weights(whole: Results) -> None:
 
 
 def test_stacked_bands_are_what_was_held(case: Results, case_figures: dict[str, Figure]) -> None:
-    """At each event the bands' heights sum to the bytes that the record says were held, dead or alive."""
+    """At each event the bands' heights sum to the bytes that the record says were held, whether all steps fit or not."""
     for name, above, _ in panels(case_figures["timeline"]):
         record = case.scheme(name)
         held = sum((heights(patch) for patch in stacks(above).values()), np.zeros(len(record.events) + 1))
         assert held[1:].tolist() == [event.held for event in record.events]
-        if record.steps and not record.death:
+        if record.steps and not record.out_of_memory:
             assert held[0] == sum(record.steps[-1].resident.values())
 
 
@@ -257,7 +257,7 @@ def test_rows_share_a_scale(drawn: dict[str, Figure]) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_all_schemes_are_named(key: str, case_figures: dict[str, Figure], case: Results) -> None:
     """Each figure names the four schemes, but for those of which it has nothing to draw."""
-    expected = {row.scheme for row in case.sweep if row.survives} if key in ("memory", "traffic") else set(NAMES)
+    expected = {row.scheme for row in case.sweep if row.fits} if key in ("memory", "traffic") else set(NAMES)
     assert {name for name in NAMES if re.search(f"^{name}", words(case_figures[key]), re.M)} == expected
 
 
@@ -292,23 +292,23 @@ def test_equal_traffic_is_said_only_of_what_is_equal(whole: Results) -> None:
     assert "under data parallel and ZeRO-1, " in words(plots.traffic(replace(whole, sweep=rows)))
 
 
-def test_the_dead(whole: Results) -> None:
-    """Who died is said, with what it asked for; a run that did not survive leaves no point, and no zero."""
+def test_schemes_out_of_memory(whole: Results) -> None:
+    """Who ran out of memory is said, with what it asked for; a run that did leaves no point, and no zero."""
     run = _card(whole)
-    dead = [record.name for record in run.schemes if record.death]
-    assert dead == NAMES[:3]
+    short = [record.name for record in run.schemes if record.out_of_memory]
+    assert short == NAMES[:3]
     found = plots.figures(run)
     assert "not enough for data parallel, ZeRO-1 and ZeRO-2" in words(found["timeline"])
-    death = run.scheme("ZeRO-2").death
-    assert death is not None
-    assert f"+{death.asked} B {death.band}" in words(found["timeline"])
+    shortage = run.scheme("ZeRO-2").out_of_memory
+    assert shortage is not None
+    assert f"+{shortage.asked} B {shortage.band}" in words(found["timeline"])
     for key in ("memory", "traffic"):
         [axes] = found[key].axes
         for name in NAMES:
             label = f"{name}, at rest" if key == "memory" else name
-            alive = [row.ranks for row in run.sweep if row.scheme == name and row.survives]
+            fitting = [row.ranks for row in run.sweep if row.scheme == name and row.fits]
             lines = [line for line in axes.get_lines() if line.get_label() == label]
-            assert [x for line in lines for x in line.get_xdata()] == alive  # type: ignore[union-attr]
+            assert [x for line in lines for x in line.get_xdata()] == fitting  # type: ignore[union-attr]
 
 
 # -- the look

@@ -23,7 +23,7 @@ from zerosim.bands import MODEL_STATES, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.checks.reference import Reference
 from zerosim.ledger import Event, EventKind, Report
-from zerosim.records.results import Check, Death, Difference, Failure
+from zerosim.records.results import Check, Difference, Failure, OutOfMemoryRecord
 from zerosim.schemes import Scheme
 
 PLAIN = ", against plain training"
@@ -126,16 +126,16 @@ def same_losses(losses: Mapping[str, float], ranks: int, step: int, how: str = "
     ]  # fmt: skip
 
 
-def survival(scheme: str, ranks: int, death: Death | None, predicted: bool) -> list[Failure]:
+def fits_on_card(scheme: str, ranks: int, shortage: OutOfMemoryRecord | None, predicted: bool) -> list[Failure]:
     """As predicted, on a card of limited memory: the run ends if, and only if, the predicted peak does not fit."""
-    if (death is None) == predicted:
+    if (shortage is None) == predicted:
         return []
     return [
         Failure(
-            check=Check.AS_PREDICTED, scheme=scheme, ranks=ranks, step=death.step if death else 0,
-            rank=death.rank if death else -1, quantity="survival on the card",
-            measured=f"out of memory at {death.band} of {death.unit}" if death else "survives",
-            expected="survives" if predicted else "out of memory",
+            check=Check.AS_PREDICTED, scheme=scheme, ranks=ranks, step=shortage.step if shortage else 0,
+            rank=shortage.rank if shortage else -1, quantity="fits on the card",
+            measured=f"out of memory at {shortage.band} of {shortage.unit}" if shortage else "fits",
+            expected="fits" if predicted else "out of memory",
         )
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
 from zerosim.model import MLP
-from zerosim.records.results import SCHEMA, Artefacts, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
+from zerosim.records.results import SCHEMA, Ablations, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
 from zerosim.schemes import SCHEMES, Stage
 from zerosim.stages import Over
 from zerosim.util import arguments
@@ -46,7 +46,7 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
         differences=differences,
         between_orders=between,
         sweep=sweep,
-        artefacts=_artefacts(settings, model, advance),
+        ablations=_ablations(settings, model, advance),
         failures=failures + found,
     )
 
@@ -108,19 +108,19 @@ def _side_by_side(
             each.step(batch)
         orders: dict[tuple[object, ...], list[Run]] = {}
         for each in runs:
-            if each.alive:
+            if each.running:
                 orders.setdefault(each.order, []).append(each)
-        for alive in orders.values():
-            if alive[0] is not (first := next(iter(orders.values()))[0]):
-                between.append(compare.compare(alive[0].scheme, compare.whole_states(first.scheme), step)[0])
-            reference = compare.whole_states(alive[0].scheme)
-            for each in alive:
-                if each is alive[0] and each.scheme.shard.optimizer is Over.ALL:
+        for running in orders.values():
+            if running[0] is not (first := next(iter(orders.values()))[0]):
+                between.append(compare.compare(running[0].scheme, compare.whole_states(first.scheme), step)[0])
+            reference = compare.whole_states(running[0].scheme)
+            for each in running:
+                if each is running[0] and each.scheme.shard.optimizer is Over.ALL:
                     continue  # no copies to compare: its shards against themselves would prove nothing
                 difference, found = compare.compare(each.scheme, reference, step)
                 differences.append(difference)
                 failures += found
-            losses = {each.row.name: each.reports[-1].loss for each in alive}
+            losses = {each.row.name: each.reports[-1].loss for each in running}
             failures += compare.same_losses(losses, settings.ranks, step)
     for each in runs:
         failures += each.finish(sanitized=False)  # the sweep goes up to this N, and is sanitized
@@ -157,7 +157,7 @@ def _sweep(
     return rows, failures
 
 
-def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
+def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     """With one rank there is nothing to see, and fp32 parameters cannot travel in 16 bits."""
     several = settings.ranks > 1
     advance("gathering the whole model at once")
@@ -166,7 +166,7 @@ def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
     narrow = ablations.narrow_wire(settings, model) if several and settings.precision in ablations.NARROW else None
     advance("buckets of another size in one scheme")
     bucket = ablations.whole_model_bucket(settings, model) if several else {}
-    return Artefacts(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
+    return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
 
 
 def _versions() -> dict[str, str]:

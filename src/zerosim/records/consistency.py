@@ -55,7 +55,7 @@ def contradictions(results: Results) -> Iterator[str]:
         yield from (f"{record.name}: {wrong}" for wrong in _scheme(record, settings))
     yield from _differences(results)
     yield from _sweep(results)
-    yield from _artefacts(results)
+    yield from _ablations(results)
     yield from _verdicts(results)
 
 
@@ -63,16 +63,16 @@ def contradictions(results: Results) -> Iterator[str]:
 
 
 def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
-    death, done = record.death, len(record.steps)
-    expected = settings.steps if death is None else max(death.step - 1, 0)
+    shortage, done = record.out_of_memory, len(record.steps)
+    expected = settings.steps if shortage is None else max(shortage.step - 1, 0)
     if done != expected or [step.step for step in record.steps] != list(range(1, done + 1)):
         yield f"{expected} completed steps should be numbered from 1; got {[step.step for step in record.steps]}"
-    if death is not None:
-        if settings.capacity is None or death.step > settings.steps or death.rank >= settings.ranks:
-            yield f"it cannot have run out of memory in step {death.step}, rank {death.rank}, of these settings"
-        elif sum(death.held.values()) + death.asked <= settings.capacity:
-            yield f"{death.asked:,} B more would have fitted on the card where it ran out of memory"
-        yield from _bands("held at its end", [*death.held, death.band])
+    if shortage is not None:
+        if settings.capacity is None or shortage.step > settings.steps or shortage.rank >= settings.ranks:
+            yield f"it cannot have run out of memory in step {shortage.step}, rank {shortage.rank}, of these settings"
+        elif sum(shortage.held.values()) + shortage.asked <= settings.capacity:
+            yield f"{shortage.asked:,} B more would have fitted on the card where it ran out of memory"
+        yield from _bands("held at its end", [*shortage.held, shortage.band])
     predicted = record.prediction
     for what, bands in (
         ("predicted at rest", predicted.resident),
@@ -84,7 +84,7 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
     yield from _per_rank(settings.ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
     for step in record.steps:
         yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings.ranks))
-    if done and death is None and record.events:
+    if done and shortage is None and record.events:
         last = record.steps[-1]
         yield from _log(record.events, sum(last.resident.values()), last.peak.total)
         for name in dict.fromkeys(moved.collective for moved in last.traffic):
@@ -198,7 +198,7 @@ def _row(row: SweepRow) -> Iterator[str]:
         yield f"the bands at rest sum to {sum(row.resident_by_band.values()):,}, not to {row.resident:,}"
     if not max(row.resident, row.peak_without_activations) <= row.peak:
         yield f"no instant can be higher than the peak, {row.peak:,} B"
-    if not row.survives and (row.peak or row.sent or row.events):
+    if not row.fits and (row.peak or row.sent or row.events):
         yield "what ran out of memory has nothing measured"
     if row.events:
         yield from _log(row.events, row.resident, row.peak)
@@ -206,8 +206,8 @@ def _row(row: SweepRow) -> Iterator[str]:
             yield f"its log sends {_sent(row.events):,} B, its record {row.sent:,}"
 
 
-def _artefacts(results: Results) -> Iterator[str]:
-    found = results.artefacts
+def _ablations(results: Results) -> Iterator[str]:
+    found = results.ablations
     drifts = [*found.whole_model_bucket.values(), *([found.narrow_wire.drift] if found.narrow_wire else [])]
     for drift in drifts:
         if not len(drift.differing) == len(drift.largest) == results.settings.steps:
@@ -240,7 +240,9 @@ def _verdicts(results: Results) -> Iterator[str]:
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
         fits = results.settings.capacity is None or sum(record.prediction.peak.values()) <= results.settings.capacity
-        as_predicted = fits == (record.death is None) and all(_as_predicted(record, step) for step in record.steps)
+        as_predicted = fits == (record.out_of_memory is None) and all(
+            _as_predicted(record, step) for step in record.steps
+        )
         if not as_predicted and (Check.AS_PREDICTED, record.name, ranks) not in said:
             yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
     for row in results.sweep:
@@ -249,7 +251,7 @@ def _verdicts(results: Results) -> Iterator[str]:
             row.resident_predicted, row.peak_predicted, row.peak_without_activations_predicted, row.sent_predicted,
         )  # fmt: skip
         fits = results.settings.capacity is None or row.peak_predicted <= results.settings.capacity
-        as_predicted = row.survives == row.survives_predicted == fits and (not row.survives or measured == expected)
+        as_predicted = row.fits == row.fits_predicted == fits and (not row.fits or measured == expected)
         if not as_predicted and (Check.AS_PREDICTED, row.scheme, row.ranks) not in said:
             yield f"the sweep, {row.scheme}, N = {row.ranks}: not as predicted, and no failure says so"
 

@@ -23,8 +23,8 @@ from zerosim.bands import FP32, Array, DType
 from zerosim.comm import Comm, Ring
 from zerosim.ledger import Ledger, Traffic
 from zerosim.ranks import Workspace
-from zerosim.real_ranks.meter import segments
 from zerosim.util.casts import convert
+from zerosim.worlds.gloo import segments
 from zerosim.worlds.local import LocalRing
 
 
@@ -76,7 +76,7 @@ class LocalCollectives(LocalRing):
 def aligned(chunk: int, size: int, itemsize: int) -> int:
     """The elements that a chunk of ``chunk`` is padded to, so that gloo's boundaries are the ranks'."""
     length = chunk
-    while length % (cut := segments(size * length * itemsize, size)):
+    while length % (cut := segments(size * length, itemsize, size)[0] // size):
         length = -(-length // cut) * cut
     return length
 

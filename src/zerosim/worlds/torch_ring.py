@@ -22,8 +22,8 @@ from jaxtyping import Shaped
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Ring
-from zerosim.real_ranks.meter import Op
 from zerosim.records.real_ranks import BACKENDS
+from zerosim.worlds.gloo import Op
 
 dist: Any = torch.distributed
 
