@@ -62,6 +62,9 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
         raise ValueError(
             f"lab(precision): {settings.precision} exists under ZeRO-3 alone, and the lab compares all four. Use bf16."
         )
+    for row in rows:
+        for ranks in sweep_ranks(settings.ranks, settings.node):
+            row.on(ranks, settings.node)
     arguments.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
     arguments.check_memory(
@@ -76,8 +79,9 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
 
 
 def _footprint(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> int:
-    """Bytes of this process for the schemes on ``ranks`` ranks at their peaks."""
-    return ranks * sum(sum(theory.peak(job_of(settings, model, row, ranks)).values()) for row in rows)
+    """Bytes of this process for the schemes on ``ranks`` ranks at their peaks, on cards and hosts."""
+    jobs = [job_of(settings, model, row, ranks) for row in rows]
+    return ranks * sum(sum(peak(job).values()) for job in jobs for peak in (theory.peak, theory.host_peak))
 
 
 def sweep_ranks(ranks: int, node: int | None = None) -> list[int]:
@@ -87,7 +91,7 @@ def sweep_ranks(ranks: int, node: int | None = None) -> list[int]:
 
 def work(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> int:
     """How many times ``run`` will call ``advance``."""
-    return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks, settings.node))) + 3
+    return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks, settings.node))) + 4
 
 
 def _side_by_side(
@@ -164,9 +168,11 @@ def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     gather = ablations.whole_model_gather(settings, model) if several else None
     advance("a narrow wire")
     narrow = ablations.narrow_wire(settings, model) if several and settings.precision in ablations.NARROW else None
+    advance("parameters in int8")
+    int8 = ablations.int8_params(settings, model) if several and settings.options().recipe.master else None
     advance("buckets of another size in one scheme")
     bucket = ablations.whole_model_bucket(settings, model) if several else {}
-    return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
+    return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket, int8_params=int8)
 
 
 def _versions() -> dict[str, str]:

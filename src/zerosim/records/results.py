@@ -80,7 +80,7 @@ class PeakRecord(Record):
 
 
 class TrafficRecord(Record):
-    """What one collective moved for one band in a step."""
+    """What one collective moved for one band in a step; ``outside`` is what left the rank's node, or all of a node."""
 
     collective: str
     band: str
@@ -88,10 +88,12 @@ class TrafficRecord(Record):
     received: list[Count]
     padding: list[Count]
     messages: Count
+    outside: list[Count]
+    node_outside: Count
 
 
 class StepRecord(Record):
-    """One step of one scheme, measured."""
+    """One step of one scheme, measured. ``copies`` over the host link are by the place that they go to, and band."""
 
     step: Count
     loss: float
@@ -102,10 +104,21 @@ class StepRecord(Record):
     traffic: list[TrafficRecord]
     flops: dict[str, Count]
     seconds: dict[str, float]
+    host: dict[str, Count]
+    host_peak: PeakRecord
+    copies: dict[str, dict[str, Count]]
 
     def sent(self) -> int:
         """Bytes sent by the busiest rank, all collectives together."""
         return max((sum(column) for column in zip(*(moved.sent for moved in self.traffic), strict=True)), default=0)
+
+    def node_outside(self) -> int:
+        """Bytes that left each node, all collectives together."""
+        return sum(moved.node_outside for moved in self.traffic)
+
+    def copied(self) -> int:
+        """Bytes that each rank copied over its host link, both ways together."""
+        return sum(sum(bands.values()) for bands in self.copies.values())
 
 
 class Prediction(Record):
@@ -118,6 +131,10 @@ class Prediction(Record):
     padding: list[Count]
     padding_sent: list[Count]
     flops: dict[str, Count]
+    node_outside: dict[str, dict[str, Count]]
+    host: dict[str, Count]
+    host_peak: dict[str, Count]
+    copies: dict[str, dict[str, Count]]
 
 
 class EventRecord(Record, array_like=True):
@@ -133,7 +150,11 @@ class EventRecord(Record, array_like=True):
 
 
 class OutOfMemoryRecord(Record):
-    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
+    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much.
+
+    ``place`` says whose memory it was, ``"card"`` or ``"host"``, ``held`` what was there, and ``on_card`` what
+    was on the card, whichever it was.
+    """
 
     step: Count
     rank: Count
@@ -141,6 +162,8 @@ class OutOfMemoryRecord(Record):
     unit: str
     asked: Count
     held: dict[str, Count]
+    place: str
+    on_card: dict[str, Count]
 
 
 class SchemeRecord(Record):
@@ -187,6 +210,8 @@ class SweepRow(Record):
     peak_without_activations_predicted: Count
     sent: Count
     sent_predicted: Count
+    host_peak: Count
+    host_peak_predicted: Count
     fits: bool
     fits_predicted: bool
     resident_by_band: dict[str, Count]
@@ -225,6 +250,15 @@ class NarrowWire(Record):
     drift: Drift
 
 
+class Int8Params(Record):
+    """ZeRO-3 that sends parameters in int8, with their scales, beside itself: bytes of one step, the losses of all."""
+
+    sent: Count
+    sent_exact: Count
+    losses: list[float]
+    losses_exact: list[float]
+
+
 class Ablations(Record):
     """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
 
@@ -237,6 +271,7 @@ class Ablations(Record):
     whole_model_gather: WholeModelGather | None
     narrow_wire: NarrowWire | None
     whole_model_bucket: dict[str, Drift]
+    int8_params: Int8Params | None = None
 
 
 class Failure(Record):
@@ -271,6 +306,15 @@ class Results(Record):
     sweep: list[SweepRow]
     ablations: Ablations
     failures: list[Failure]
+
+    def parting(self) -> str:
+        """Why rows of different orders do not agree in every bit; nothing where all are of one order."""
+        orders = {self.settings.order(record.row) for record in self.schemes}
+        if len(orders) < 2:
+            return ""
+        if self.settings.wire_params == "int8":
+            return "parameters are rounded to int8 where they are sent, and these rows send other pieces of them"
+        return "one adds the gradients of all ranks in a ring, the other those of each group and then of the groups"
 
     def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
         """Each scheme that completed all steps, with the last of them."""
