@@ -62,6 +62,7 @@ MODEL_STATES = (
 FP32: DType = np.dtype(np.float32)
 FP16: DType = np.dtype(np.float16)
 BF16: DType = np.dtype(ml_dtypes.bfloat16)
+INT8: DType = np.dtype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -142,3 +143,4 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 WIRES: Mapping[str, DType] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+PARAM_WIRES: Mapping[str, DType] = {**WIRES, "int8": INT8}  # parameters can be sent as blocks of int8, with scales
