@@ -29,9 +29,7 @@ class Stage:
     (8, 1)
     """
 
-    train: ClassVar[
-        Callable[..., Any]
-    ]  # Scheme (a name that records could not resolve): schemes.py, which reads the rows, puts itself here
+    train: ClassVar[Callable[..., Any]]  # Scheme: schemes.py, which reads these rows, puts itself here
 
     name: str
     optimizer: bool = False
