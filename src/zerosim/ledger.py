@@ -107,12 +107,14 @@ class Report:
     """What one step held, sent, computed and took. Bytes and FLOPs are integers, per rank.
 
     ``peak`` counts everything; ``peak_without_activations`` leaves out what does not scale
-    with the parameters. ``traffic`` is keyed by (collective, band). ``complete`` is False
+    with the parameters. ``traffic`` is keyed by (collective, band). ``losses`` are those of each
+    rank here, of which ``loss`` is the mean. ``complete`` is False
     for a step that ended early, by an out-of-memory error say; its numbers stand up to there.
     """
 
     step: int
     loss: float = float("nan")
+    losses: list[float] = field(default_factory=list)
     complete: bool = False
     resident: dict[str, int] = field(default_factory=dict)
     padding: list[int] = field(default_factory=list)

@@ -129,6 +129,7 @@ class Scheme:
                 with self.ledger.during(Phase.OPTIMIZER):
                     self._update()
                 report.loss = float(np.mean(np.concatenate(losses)))
+                report.losses = [float(np.mean(each)) for each in np.stack(losses, axis=1)]
                 report.padding = np.sum([bucket.padding(self.ring.ids) for bucket in self.buckets], axis=0).tolist()
                 return report.loss
             except BaseException:

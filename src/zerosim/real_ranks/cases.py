@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerosim.bands import Array
+from zerosim.bands import Array, Band
 from zerosim.comm import Comm
 from zerosim.lab.data import Pair, batches
 from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.real_ranks.connection import Booked
 from zerosim.records.real_ranks import NATIVE, RING, Settings
+from zerosim.schemes import Scheme
 from zerosim.stages import Stage
 from zerosim.worlds.native import Native
 
@@ -37,6 +38,24 @@ class Case(NamedTuple):
 def cases(settings: Settings) -> list[Case]:
     """The cases, in the order in which they are run."""
     return [Case(*each) for each in product(settings.collectives, settings.precisions, settings.rows)]
+
+
+States = dict[Band, dict[str, Array]]
+"""Model states by band and bucket, [R, n] each."""
+
+
+def states(scheme: Scheme) -> States:
+    """Every model state, as views: what a rank must hold as the simulator does.
+
+    Of gradients that are reduced but kept whole, the chunk that a rank owns: elsewhere it has its own, not the average.
+    """
+    found: States = {}
+    for band in scheme.states:
+        held = {bucket.name: bucket.states[band] for bucket in scheme.buckets if band in bucket.states}
+        if band is Band.GRADS and scheme.shard.optimizer and not scheme.shard.grads:
+            held = {name: scheme.comm.own(state) for name, state in held.items()}
+        found[band] = held
+    return found
 
 
 def model(settings: Settings) -> MLP:

@@ -7,11 +7,11 @@ writes their memory. Must not know schemes, models or ledgers.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -29,9 +29,9 @@ dist: Any = torch.distributed
 
 
 class Watch(Protocol):
-    """Is told when a rank begins and ceases to wait for others."""
+    """Is told when a rank begins to wait for others, in an operation on so many bytes, and when that has ended."""
 
-    def enter(self) -> None: ...
+    def enter(self, op: str, nbytes: int) -> None: ...
 
     def leave(self) -> None: ...
 
@@ -46,7 +46,7 @@ class TorchRing(Ring):
     def __init__(self, rank: int, size: int, watch: Watch, device: str = "cpu") -> None:
         self.rank, self.size = rank, size
         self.ids: Sequence[int] = [rank]
-        self.watch, self.device = watch, torch.device(device)
+        self.watch, self.device = watch, device
         self.handed: Counter[tuple[Op, int]] = Counter()
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
@@ -61,49 +61,43 @@ class TorchRing(Ring):
         """Hand ``block`` to rank r-1 and return ``spare``, filled with what rank r+1 handed over."""
         # As bytes: a point-to-point message needs no dtype, and NumPy's bfloat16 is not torch's.
         going, coming = self._tensor(block.view(np.uint8)), self._tensor(spare.view(np.uint8))
-        self._hand(Op.SEND, going)
-        self._hand(Op.RECEIVE, coming)
-        with self._waiting():
+        self.handed[Op.RECEIVE, spare.nbytes] += 1
+
+        def exchange() -> None:
             pair = [
                 dist.P2POp(dist.isend, going, (self.rank - 1) % self.size),
                 dist.P2POp(dist.irecv, coming, (self.rank + 1) % self.size),
             ]
             for work in dist.batch_isend_irecv(pair):
                 work.wait()
+
+        self._call(Op.SEND, block.nbytes, exchange)
         self._fetch(coming, spare.view(np.uint8))
         return spare
 
     def all_reduce(self, whole: Shaped[Array, "1 L"]) -> None:
         """Replace ``whole`` [1, n] by the sum over ranks."""
         tensor = self._tensor(whole)
-        self._hand(Op.ALL_REDUCE, tensor)
-        with self._waiting():
-            dist.all_reduce(tensor)
+        self._call(Op.ALL_REDUCE, whole.nbytes, lambda: dist.all_reduce(tensor))
         self._fetch(tensor, whole)
 
     def reduce_scatter(self, whole: Shaped[Array, "1 L"], own: Shaped[Array, "1 C"]) -> None:
         """Write to ``own`` [1, C] the sum over ranks of chunk r of ``whole`` [1, N*C]."""
         given, result = self._tensor(whole), self._tensor(own)
-        self._hand(Op.REDUCE_SCATTER, given)
-        with self._waiting():
-            dist.reduce_scatter_single(result, given)
+        self._call(Op.REDUCE_SCATTER, whole.nbytes, lambda: dist.reduce_scatter_single(result, given))
         self._fetch(result, own)
 
     def all_gather(self, own: Shaped[Array, "1 C"], whole: Shaped[Array, "1 L"]) -> None:
         """Fill ``whole`` [1, N*C] with the ranks' ``own`` [1, C], in the order of ranks."""
         given, result = self._tensor(own), self._tensor(whole)
-        self._hand(Op.ALL_GATHER, result)
-        with self._waiting():
-            dist.all_gather_single(result, given)
+        self._call(Op.ALL_GATHER, whole.nbytes, lambda: dist.all_gather_single(result, given))
         self._fetch(result, whole)
 
-    def _hand(self, op: Op, tensor: Any) -> None:
-        self.handed[op, tensor.numel() * tensor.element_size()] += 1
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self.watch.enter()
-        yield
+    def _call(self, op: Op, nbytes: int, run: Callable[[], None]) -> None:
+        """Hand torch an operation, and wait for its end."""
+        self.handed[op, nbytes] += 1
+        self.watch.enter(op, nbytes)
+        run()
         self.watch.leave()
 
     def _tensor(self, array: Array) -> Any:
@@ -112,7 +106,7 @@ class TorchRing(Ring):
 
     def _fetch(self, tensor: Any, array: Array) -> None:
         """Bring a result back, if it is not in the array's own memory already."""
-        if self.device.type != "cpu":
+        if self.device != "cpu":
             tensor_of(array).copy_(tensor)
 
 
@@ -140,9 +134,9 @@ def unfit(backend: str, place: int) -> str:
     return ""
 
 
-def file_store(path: Path, size: int) -> Any:
+def file_store(path: str, size: int) -> Any:
     """Where ranks of one machine find each other: a file, so that no port is opened for it."""
-    return dist.FileStore(str(path), size)
+    return dist.FileStore(path, size)
 
 
 def tcp_store(address: str, port: int, hosts: bool, timeout: float) -> Any:
@@ -153,12 +147,17 @@ def tcp_store(address: str, port: int, hosts: bool, timeout: float) -> Any:
 
 
 @contextmanager
-def process_group(backend: str, store: Any, rank: int, size: int, timeout: float, place: int) -> Iterator[str]:
+def process_group(
+    backend: str, store: Any, rank: int, size: int, timeout: float, place: int, interface: str | None = None
+) -> Iterator[str]:
     """The default process group for as long as the block lasts; gives the device that its tensors must lie on.
 
     An operation that waits for longer than ``timeout`` seconds raises. ``place`` counts the ranks of
-    this machine: with NCCL each takes the GPU of that number.
+    this machine: with NCCL each takes the GPU of that number. ``interface`` is the network interface to use,
+    what the backend chooses unless told otherwise.
     """
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":
