@@ -189,7 +189,7 @@ def test_a_recording_is_of_the_command_that_is_shown_for_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", LABS)
 def test_recorded_integers_are_those_of_a_fresh_run(name: str) -> None:
-    """Bytes, messages, FLOPs, events, deaths and the sweep come out again; losses to four digits."""
+    """Bytes, messages, FLOPs, events, shortages of memory and the sweep come out again; losses to four digits."""
     recorded = _lab(name)
     if recorded.settings.data == "digits":
         pytest.importorskip("sklearn")
@@ -231,10 +231,10 @@ def _integers(results: Any, steps: int) -> Any:
     found = msgspec.to_builtins(short)
     for field in ("created", "versions"):
         del found[field]
-    found["artefacts"].pop("whole_model_bucket")  # which bits differ is one machine's
-    if found["artefacts"]["narrow_wire"]:
+    found["ablations"].pop("whole_model_bucket")  # which bits differ is one machine's
+    if found["ablations"]["narrow_wire"]:
         for field in ("drift", "gradient_differing"):
-            del found["artefacts"]["narrow_wire"][field]
+            del found["ablations"]["narrow_wire"][field]
     return _without_floats(found)
 
 

@@ -146,7 +146,7 @@ class RunComparison:
         return self._over_calls(told, gloo.moved)
 
     def _over_calls(self, told: Stepped, cost: Callable[[gloo.Call, int, int], gloo.Moved | None]) -> gloo.Moved:
-        each = ((cost(gloo.Call(call.op, call.nbytes), 0, self._settings.ranks), call.times) for call in told.handed)
+        each = ((cost(gloo.Call(call.op, call.nbytes), 0, call.size), call.times) for call in told.handed)
         return gloo.total(moved for moved, times in each if moved is not None for _ in range(times))
 
     def _compare_memory(self, rank: int, told: Stepped, expected: Expected) -> None:

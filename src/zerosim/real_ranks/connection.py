@@ -54,10 +54,11 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Handed(msgspec.Struct, frozen=True, array_like=True):
-    """How often torch was given one operation on so many bytes."""
+    """How often torch was given one operation on so many bytes, over a ring of ``size``."""
 
     op: str
     nbytes: int
+    size: int
     times: int
 
 

@@ -16,6 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from zerosim.bands import Array, Band
 from zerosim.lab.data import Pair
+from zerosim.real_ranks.cases import states
 from zerosim.records.real_ranks import EXTRA_BYTES, EXTRA_MEMORY, Fault
 from zerosim.schemes import Scheme
 from zerosim.worlds.gloo import Op
@@ -28,7 +29,7 @@ class FaultyRing(TorchRing):
     def __init__(self, rank: int, size: int, watch: Watch, device: str, fault: Fault | None) -> None:
         super().__init__(rank, size, watch, device)
         self._fault = fault
-        self._armed: str = ""
+        self._armed = [""]  # what strikes next, shared by the rings that this one is split into
         self._kept: list[Array] = []
 
     def _kind(self, step: int = 0) -> str:
@@ -62,12 +63,12 @@ class FaultyRing(TorchRing):
     def step(self, step: int) -> None:
         """Step ``step`` of a run begins."""
         fault = self._fault
-        self._armed = self._kind(step)
+        self._armed[0] = self._kind(step)
         if fault is not None and fault.kind == "hop" and fault.step == step:
-            self._armed = "hop"  # it takes two
+            self._armed[0] = "hop"  # it takes two
 
     def _call(self, op: Op, nbytes: int, run: Callable[[], None]) -> None:
-        armed, self._armed = self._armed, ""
+        armed, self._armed[0] = self._armed[0], ""
         if armed == "skip":
             return
 
@@ -99,7 +100,7 @@ class FaultyRing(TorchRing):
         assert self._fault is not None
         block = tensor_of(np.zeros(EXTRA_BYTES, np.uint8))
         source = self._fault.rank
-        below = (source - 1) % self.size
+        below = (source - 1) % dist.get_world_size()
         if self.rank == source:
             dist.send(block, below)
         elif self.rank == below:
@@ -119,8 +120,6 @@ class FaultyRing(TorchRing):
 
 
 def _flip(scheme: Scheme, band: Band) -> None:
-    """Flip the lowest bit of the rank's first element; of gradients that are kept whole, of its own chunk."""
-    state = scheme.buckets[0].states[band]
-    if band is Band.GRADS and scheme.shard.optimizer and not scheme.shard.grads:
-        state = scheme.comm.own(state)
+    """Flip the lowest bit of the rank's first element."""
+    state = next(iter(states(scheme)[band].values()))
     state[0, :1].view(f"u{state.dtype.itemsize}")[...] ^= 1

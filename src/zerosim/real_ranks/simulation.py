@@ -82,11 +82,15 @@ class Simulation:
 
 
 class _Alone(Ring):
-    """A rank whose neighbours send nothing but zeros; it notes what it would hand to torch."""
+    """Rank 0, whose neighbours send nothing but zeros; it notes what it would hand to torch."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.ids = size, [0]
-        self.calls: list[tuple[str, int]] = []
+    ids, members, leaves, leaving = (0,), (0,), (0,), 0
+
+    def __init__(self, size: int, calls: list[tuple[str, int]]) -> None:
+        self.size, self.calls = size, calls
+
+    def split(self, node: int) -> tuple[Ring, Ring, Ring]:
+        return self, _Alone(node, self.calls), _Alone(self.size // node, self.calls)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         return np.empty(shape, dtype)
@@ -118,7 +122,7 @@ def calls_of_a_step(
     settings: Settings, case: Case, model: Model, batch: Sequence[tuple[Array, Array]]
 ) -> list[tuple[str, int]]:
     """The operations that a rank hands to torch in a step, in their order, with the bytes of each: rank 0's."""
-    ring = _Alone(settings.ranks)
+    ring = _Alone(settings.ranks, [])
     options = settings.options(case.precision)
     scheme: Scheme = case.row(model, settings.ranks, options, ring=ring, collectives=COLLECTIVES[case.collectives])
     scheme.step(batch[:1])

@@ -204,8 +204,8 @@ def _raw(held: States) -> dict[str, dict[str, bytes]]:
     return {str(band): {unit: state.tobytes() for unit, state in each.items()} for band, each in held.items()}
 
 
-def _handed(calls: Counter[tuple[Op, int]]) -> list[Handed]:
-    return [Handed(str(op), nbytes, times) for (op, nbytes), times in calls.items()]
+def _handed(calls: Counter[tuple[Op, int, int]]) -> list[Handed]:
+    return [Handed(str(op), nbytes, size, times) for (op, nbytes, size), times in calls.items()]
 
 
 def _memory() -> int:

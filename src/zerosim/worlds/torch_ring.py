@@ -11,7 +11,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -37,36 +39,73 @@ class Watch(Protocol):
 
 
 class TorchRing(Ring):
-    """Rank ``rank`` of ``size`` on the default process group.
+    """Rank ``rank`` of ``ranks`` on the default process group, in the ring of all, or one that it was split into.
 
     ``device`` is where torch's tensors must lie for the group's backend; blocks are copied there
-    and back unless it is the CPU. ``handed`` counts what torch was given, by operation and bytes.
+    and back unless it is the CPU. ``handed`` counts what torch was given, by operation, bytes and the size of the ring.
     """
 
-    def __init__(self, rank: int, size: int, watch: Watch, device: str = "cpu") -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, ranks: int, watch: Watch, device: str = "cpu") -> None:
+        self.rank, self.ranks = rank, ranks
         self.ids: Sequence[int] = [rank]
         self.watch, self.device = watch, device
-        self.handed: Counter[tuple[Op, int]] = Counter()
+        self.handed: Counter[tuple[Op, int, int]] = Counter()
+        self._groups: dict[tuple[int, int], Any] = {}  # this rank's process group for rings of that size and step
+        self._lie(ranks, 1, ranks)
+
+    def _lie(self, size: int, step: int, node: int) -> None:
+        """Take the place in a ring of ``size`` ranks that are ``step`` apart, in nodes of so many."""
+
+        def below(rank: int) -> int:
+            member = rank // step % size
+            return rank + ((member - 1) % size - member) * step
+
+        self.size, self._step = size, step
+        self._member = self.rank // step % size
+        self.members: Sequence[int] = [self._member]
+        self._below = below(self.rank)
+        self._above = self.rank + ((self._member + 1) % size - self._member) * step
+        self.leaves: Sequence[int] = [int(self.rank // node != self._below // node)]
+        self.leaving = sum(rank // node != below(rank) // node for rank in range(node))
+
+    def split(self, node: int) -> tuple[Ring, Ring, Ring]:
+        count = self.ranks // node
+        return self._beside(self.ranks, 1, node), self._beside(node, 1, node), self._beside(count, node, node)
+
+    def _beside(self, size: int, step: int, node: int) -> TorchRing:
+        """Another ring of the same world, with a process group of its own."""
+        ring = copy(self)
+        ring._lie(size, step, node)
+        if 1 < size < self.ranks and (size, step) not in self._groups:
+            for first in dict.fromkeys(rank - rank // step % size * step for rank in range(self.ranks)):
+                members = range(first, first + size * step, step)
+                made = dist.new_group(members)  # by all ranks, also those that are not in it
+                if self.rank in members:
+                    self._groups[size, step] = made
+        return ring
+
+    @property
+    def _group(self) -> Any:
+        return self._groups.get((self.size, self._step))
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         return np.empty(shape, dtype)
 
     def chunks(self, buffer: Shaped[Array, "1 L"], hop: int) -> list[tuple[slice, Array]]:
         length = buffer.shape[1] // self.size
-        start = (self.rank + hop) % self.size * length
+        start = (self._member + hop) % self.size * length
         return [(slice(0, 1), buffer[:, start : start + length])]
 
     def shift(self, block: Shaped[Array, "1 C"], spare: Shaped[Array, "1 C"]) -> Shaped[Array, "1 C"]:
-        """Hand ``block`` to rank r-1 and return ``spare``, filled with what rank r+1 handed over."""
+        """Hand ``block`` to the member below and return ``spare``, filled with what the one above handed over."""
         # As bytes: a point-to-point message needs no dtype, and NumPy's bfloat16 is not torch's.
         going, coming = self._tensor(block.view(np.uint8)), self._tensor(spare.view(np.uint8))
-        self.handed[Op.RECEIVE, spare.nbytes] += 1
+        self.handed[Op.RECEIVE, spare.nbytes, self.size] += 1
 
         def exchange() -> None:
             pair = [
-                dist.P2POp(dist.isend, going, (self.rank - 1) % self.size),
-                dist.P2POp(dist.irecv, coming, (self.rank + 1) % self.size),
+                dist.P2POp(dist.isend, going, self._below),
+                dist.P2POp(dist.irecv, coming, self._above),
             ]
             for work in dist.batch_isend_irecv(pair):
                 work.wait()
@@ -76,26 +115,28 @@ class TorchRing(Ring):
         return spare
 
     def all_reduce(self, whole: Shaped[Array, "1 L"]) -> None:
-        """Replace ``whole`` [1, n] by the sum over ranks."""
+        """Replace ``whole`` [1, n] by the sum over the ring."""
         tensor = self._tensor(whole)
-        self._call(Op.ALL_REDUCE, whole.nbytes, lambda: dist.all_reduce(tensor))
+        self._call(Op.ALL_REDUCE, whole.nbytes, partial(dist.all_reduce, tensor, group=self._group))
         self._fetch(tensor, whole)
 
     def reduce_scatter(self, whole: Shaped[Array, "1 L"], own: Shaped[Array, "1 C"]) -> None:
-        """Write to ``own`` [1, C] the sum over ranks of chunk r of ``whole`` [1, N*C]."""
+        """Write to ``own`` [1, C] the sum over the ring of this member's chunk of ``whole`` [1, n*C]."""
         given, result = self._tensor(whole), self._tensor(own)
-        self._call(Op.REDUCE_SCATTER, whole.nbytes, lambda: dist.reduce_scatter_single(result, given))
+        self._call(
+            Op.REDUCE_SCATTER, whole.nbytes, lambda: dist.reduce_scatter_single(result, given, group=self._group)
+        )
         self._fetch(result, own)
 
     def all_gather(self, own: Shaped[Array, "1 C"], whole: Shaped[Array, "1 L"]) -> None:
-        """Fill ``whole`` [1, N*C] with the ranks' ``own`` [1, C], in the order of ranks."""
+        """Fill ``whole`` [1, n*C] with the members' ``own`` [1, C], in their order."""
         given, result = self._tensor(own), self._tensor(whole)
-        self._call(Op.ALL_GATHER, whole.nbytes, lambda: dist.all_gather_single(result, given))
+        self._call(Op.ALL_GATHER, whole.nbytes, partial(dist.all_gather_single, result, given, group=self._group))
         self._fetch(result, whole)
 
     def _call(self, op: Op, nbytes: int, run: Callable[[], None]) -> None:
         """Hand torch an operation, and wait for its end."""
-        self.handed[op, nbytes] += 1
+        self.handed[op, nbytes, self.size] += 1
         self.watch.enter(op, nbytes)
         run()
         self.watch.leave()
