@@ -124,12 +124,14 @@ class Report:
 
     ``peak`` counts everything; ``peak_without_activations`` leaves out what does not scale
     with the parameters. ``traffic`` is keyed by (collective, band), ``copies`` over the host link by
-    (place that they went to, band). ``host`` and ``host_peak`` are the host's memory. ``complete`` is False
+    (place that they went to, band). ``host`` and ``host_peak`` are the host's memory.
+    ``losses`` are those of each rank here, over its micro-batches. ``complete`` is False
     for a step that ended early, by an out-of-memory error say; its numbers stand up to there.
     """
 
     step: int
     loss: float = float("nan")
+    losses: list[float] = field(default_factory=list)
     mean_of_means: float = float("nan")  # of the ranks' losses, which is another number where they are uneven
     norm: float | None = None
     scale: float = 1.0
