@@ -4,5 +4,7 @@ Conformance, as one tests an implementation against a specification; ``checks`` 
 """
 
 from zerosim.conformance.check import Check, check
+from zerosim.conformance.launch import Ran, run_ranks
+from zerosim.conformance.rules import AdamW
 
-__all__ = ["Check", "check"]
+__all__ = ["AdamW", "Check", "Ran", "check", "run_ranks"]

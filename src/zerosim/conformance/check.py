@@ -29,6 +29,7 @@ from zerosim.conformance.seen import Seen, leaves
 from zerosim.conformance.side import Side
 from zerosim.records.conformance import VERDICT_SCHEMA, Cause, Finding, Recipe, Verdict
 from zerosim.stages import Stage
+from zerosim.torch_models.units import numpy_dtype
 from zerosim.util.arguments import instance_of, integer, one_of
 
 Tensor = Any
@@ -122,9 +123,10 @@ class Check:
         local = LocalGradients(net, self.layout, lambda module, x, y: loss(call(module, x), y), cast=forward is None)
         self._local, rule = local, self.layout.parameters[0].rule
         self._expect = lambda x, y: expected(local.module, units, loss, row, self.ranks, recipe, rule, x, y)
-        self._observer = observed.ready(self.rank, self._patience, local.tensors())
+        self._observer = observed.ready(self._side, self._patience, local.tensors())
         if self.rank == 0:
-            self._judge = Judge(self.layout, row, self.ranks, recipe, local, self._expect, board.beat)
+            dtype = numpy_dtype(next(net.parameters()).dtype)
+            self._judge = Judge(self.layout, row, self.ranks, recipe, dtype, local, self._expect, board.beat)
 
     # -- what a user calls
 

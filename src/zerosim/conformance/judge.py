@@ -32,18 +32,18 @@ GRADS = ("handed grads", "grads")
 
 
 class Judge:
-    """Holds N ranks' steps to the row that they say they follow.
+    """Holds N ranks' steps to the row that they say they follow. ``dtype`` is that of the module's parameters.
 
     ``expected`` gives the schedule's numbers when the first batch is there. ``beat`` is called now and then, so
     that whoever waits knows that this goes on.
     """
 
     def __init__(
-        self, layout: Layout, row: Stage, ranks: int, recipe: Recipe, local: LocalGradients,
+        self, layout: Layout, row: Stage, ranks: int, recipe: Recipe, dtype: DType, local: LocalGradients,
         expected: Callable[[Any, Any], Expected], beat: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.layout, self.row, self.ranks, self.recipe = layout, row.on(ranks), ranks, recipe
-        self.name = row.name
+        self.name, self.dtype = row.name, dtype
         self.findings: list[Finding] = []
         self.steps = self.judged = 0
         self.compared: dict[str, int] = {}
@@ -122,7 +122,7 @@ class Judge:
         own = []
         for each in seen:
             if each.before is not None or not self._after:
-                own.append(self._assembled(each.before or []))
+                own.append(self._assembled(each.before or [], self.dtype))
             else:
                 own.append((self._after[each.rank][0].copy(), self._after[each.rank][1].copy()))
         if self._pending is not None:
@@ -401,7 +401,7 @@ class Judge:
         return values, known
 
     def _ends(self, seen: Sequence[Seen]) -> list[tuple[Array, Array]]:
-        return [self._assembled(each.params) for each in seen]
+        return [self._assembled(each.params, self.dtype) for each in seen]
 
     def _band(self, seen: Sequence[Seen], band: str) -> tuple[Array, Array]:
         """What the ranks have of a band [N, P], and where it is known."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ def run_ranks(
         raise OSError("run_ranks: needs processes that can be forked, as on Linux and macOS. Use torchrun instead.")
     sys.stdout.flush()
     sys.stderr.flush()
+    importlib.import_module("torch._dynamo")  # an optimizer does it at its first call, and here it is once for all
     gc.freeze()  # so that nobody who looks at all objects copies this process's
     try:
         with tempfile.TemporaryDirectory(prefix="zerosim-ranks-") as name:

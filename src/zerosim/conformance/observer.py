@@ -20,8 +20,9 @@ from zerosim.conformance.layout import Layout, Matcher, Memory, Piece, array_of,
 from zerosim.conformance.optimizers import Optimizers, Runs
 from zerosim.conformance.patience import Patience
 from zerosim.conformance.seen import Seen, copied, leaves, sliced
+from zerosim.conformance.side import Side
 from zerosim.conformance.storages import Storages
-from zerosim.real_ranks.meter import Kernel, tcp_sockets
+from zerosim.real_ranks.meter import Counters, Kernel, tcp_sockets
 from zerosim.records.conformance import Asked
 
 Tensor = Any
@@ -36,7 +37,6 @@ class Observer:
         self, net: torch.nn.Module, layout: Layout, loss: Callable[[Any, Any], Any], *, memory: bool
     ) -> None:
         self.net, self.layout, self.loss = net, layout, loss
-        self.kernel = Kernel(tcp_sockets())  # before the check has any of its own
         self._storages = Storages(self._parameters()) if memory else None
         self._lasting: dict[str, tuple[str, Handed, Sequence[Tensor]]] = {}  # handed over, by what and of whom
         self._handed: dict[str, tuple[str, list[Piece]]] = {}  # within this step
@@ -46,12 +46,13 @@ class Observer:
         self._runs: dict[int, tuple[Tensor, Runs]] = {}  # of which parameters an optimizer's tensors are copies
         self._stack = ExitStack()
 
-    def ready(self, rank: int, patience: Patience, own: Sequence[Tensor]) -> Observer:
+    def ready(self, side: Side, patience: Patience, own: Sequence[Tensor]) -> Observer:
         """Everything is there: the rank, who must be told of what it does, and what of the memory is the check's."""
+        self.kernel = Kernel(tcp_sockets() - side.sockets)
         if self._storages is not None:
             self._storages.ignore(own)
-        self.rank, self.patience = rank, patience
-        self.seen = Seen(rank, 0)
+        self.rank, self.patience = side.rank, patience
+        self.seen = Seen(side.rank, 0)
         return self
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -81,13 +82,13 @@ class Observer:
         self._stack = stack = ExitStack()
         self._hook_forward(stack, net)
         stack.enter_context(self._optimizers)
-        self._counted = self.kernel.read()
+        self._counted = self._count()
         stack.enter_context(self._watch)
 
     def end(self) -> Seen:
         """Take the hooks away; everything that was seen."""
         self._stack.close()
-        counted = self.kernel.read().since(self._counted)
+        counted = self._count().since(self._counted)
         seen, net = self.seen, self._parameters()
         self._memory = Memory(self.layout, net)
         seen.kernel = counted.tcp_sent if counted.tcp_sent is not None else counted.written
@@ -106,6 +107,12 @@ class Observer:
         if self._storages is not None:
             seen.held = self._storages.held(self._by_band(net))
         return seen
+
+    def _count(self) -> Counters:
+        try:
+            return self.kernel.read()
+        except OSError:  # one of the sockets is gone
+            return Counters(None, None, None)
 
     def abandon(self) -> None:
         """The step has raised: take the hooks away."""

@@ -33,6 +33,7 @@ from zerosim.records.conformance import (
 )
 from zerosim.records.files import ResultsError
 from zerosim.stages import Stage
+from zerosim.torch_models.units import numpy_dtype
 
 Tensor = Any
 
@@ -129,7 +130,8 @@ def judge_run(
     layout = Layout(manifest.parameters)
     last = _steps(folder, manifest.ranks)
     judge = Judge(
-        layout, manifest.row, manifest.ranks, manifest.recipe, _local(folder, manifest, layout, model),
+        layout, manifest.row, manifest.ranks, manifest.recipe, numpy_dtype(getattr(torch, manifest.dtype)),
+        _local(folder, manifest, layout, model),
         lambda x, y: manifest.expected,
     )  # fmt: skip
     for step in range(1, last + 1):

@@ -19,10 +19,19 @@ import torch
 import torch.distributed
 
 from zerosim.conformance.board import Board
+from zerosim.real_ranks.meter import tcp_sockets
 
 dist: Any = torch.distributed
 FOREVER = timedelta(days=7)  # it is the watch that ends a wait, and says of whom
 _NUMBERS = count()  # of the checks that this process has begun; all ranks begin the same
+
+
+class _Channel:
+    """What this process has for all its checks."""
+
+    store: Any = None
+    group: Any = None
+    sockets: frozenset[int] = frozenset()
 
 
 class Side:
@@ -32,11 +41,17 @@ class Side:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._group: Any = None
         self._store: Any = None
+        self.sockets: frozenset[int] = frozenset()
+        """Descriptors of this channel's own, which are not the user's."""
         if self.size > 1:
-            self._store = dist.PrefixStore(
-                f"zerosim/conformance/{next(_NUMBERS)}", dist.distributed_c10d._get_default_store()
-            )
-            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, FOREVER)
+            users = dist.distributed_c10d._get_default_store()
+            if _Channel.store is not users:  # one for all checks of a process, for as long as there is the user's
+                before = tcp_sockets()
+                store = dist.PrefixStore("zerosim/conformance", users)
+                _Channel.group = dist.ProcessGroupGloo(store, self.rank, self.size, FOREVER)
+                _Channel.store, _Channel.sockets = users, frozenset(tcp_sockets() - before)
+            self._group, self.sockets = _Channel.group, _Channel.sockets
+            self._store = dist.PrefixStore(f"zerosim/conformance/{next(_NUMBERS)}", users)
 
     def board(self) -> Board:
         """The board that this machine's ranks share; one of its own for a rank on another machine than the first."""
