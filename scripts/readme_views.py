@@ -276,7 +276,7 @@ class Planned:
     @property
     def lowest(self) -> Cell:
         """The lowest stage that fits."""
-        cell = self.found.lowest(self.n)
+        cell = self.found.first_fit(self.n)
         assert cell is not None
         return cell
 

@@ -27,12 +27,14 @@ import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
+from zerosim.kernels import Handed
 from zerosim.ledger import Counts, Ledger, Traffic
 from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
 
 Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
 Hop = Callable[[Array, Array, int], Array]
+_COUNTED = 65_536  # messages at a time whose padding is worked out
 
 
 @runtime_checkable
@@ -45,6 +47,8 @@ class Ring(Protocol):
     A block in flight is [R, C]. Which rank a row of it is at is the ring's own affair; ``grid`` lays
     blocks out, and ``chunks`` gives the ranks' data in the same order, so that row meets row.
     """
+
+    here: bool = False  # whether all ranks are, and a hop moves nothing: then a kernel may make all hops in one call
 
     size: int
     ids: Sequence[int]
@@ -81,6 +85,14 @@ class Ring(Protocol):
         ``grid`` of a block in flight the chunks are that it belongs to."""
         ...
 
+    def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "rings n n C"]:
+        """``buffer`` as [ring, member, chunk, C], a view, where all ranks are ``here``."""
+        return buffer.reshape(-1, self.size, self.size, buffer.shape[1] // self.size)
+
+    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+        """What each rank has one of as [ring, member, ...], a view, where all ranks are ``here``."""
+        return rows.reshape(-1, self.size, *rows.shape[1:])
+
     def spread(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> None:
         """Where hops move nothing: write each row of ``block`` to its chunk on every rank of its ring."""
         np.copyto(buffer.reshape(len(buffer), self.size, -1), block)
@@ -98,10 +110,14 @@ class Comm:
     ``wire`` is the dtype that blocks are sent in: they are cast from the buffer's dtype as
     they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
     in flight, one going and one coming; ``ledger`` is told of every hop.
+
+    Where all ranks are in this process and their kernels can, all hops of a collective are made in one
+    call, which counts them as it makes them.
     """
 
     def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
         self.ring, self.wire, self.blocks, self.ledger = ring, wire, blocks, ledger
+        self._convert = blocks.kernels.convert
 
     def own(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "... C"]:
         """The chunk of ``buffer`` [R, n*C] that each rank owns, as a view, laid out as the ring's grid is."""
@@ -138,18 +154,21 @@ class Comm:
         ``out`` is [R, C], or that chunk of ``buffer`` [R, n*C] itself. Nothing else of ``buffer`` changes.
         """
         grid = self.ring.grid
-        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop):
-            summands = self.ring.summands(buffer, self.wire)
-            for rows, mine in next(summands):
-                grid(block)[rows] = mine
-            for sent, pieces in enumerate(summands, start=1):
-                arrived = grid(hop(block, spare, sent))
-                for rows, mine in pieces:
-                    np.add(arrived[rows], mine, out=grid(spare)[rows])
-                block, spare = spare, block
+        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
+            if (summed := self._sum_at_once(buffer, size, start, block, spare, traffic)) is not None:
+                block = summed
+            else:
+                summands = self.ring.summands(buffer, self.wire)
+                for rows, mine in next(summands):
+                    grid(block)[rows] = mine
+                for sent, pieces in enumerate(summands, start=1):
+                    arrived = grid(hop(block, spare, sent))
+                    for rows, mine in pieces:
+                        np.add(arrived[rows], mine, out=grid(spare)[rows])
+                    block, spare = spare, block
             total = block if self.wire == FP32 else block.astype(FP32)
             np.multiply(total, np.float32(scale), out=total)
-            convert(total.reshape(out.shape), out)
+            self._convert(total.reshape(out.shape), out)
 
     def all_gather(
         self,
@@ -171,25 +190,81 @@ class Comm:
             own = np.empty_like(place)  # a register: an owner keeps its own bits, not those that were sent
             np.copyto(own, place)
         own = own.reshape(place.shape)
-        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop):
-            convert(own, block.reshape(place.shape))
-            for sent in range(n - 1):
+        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
+            self._convert(own, block.reshape(place.shape))
+            for sent in range(0 if self._copy_at_once(buffer, size, start, block, traffic) else n - 1):
                 arrived = hop(block, spare, sent)
                 if arrived is spare:  # and has to be written before the next one arrives
                     for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        convert(self.ring.grid(arrived)[rows], chunk)
+                        self._convert(self.ring.grid(arrived)[rows], chunk)
                     block, spare = spare, block
                 elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
-                    landed = np.empty_like(buffer, shape=block.shape)  # a register: in the dtype that is written
-                    convert(arrived, landed)
-                    self.ring.spread(landed, buffer)
-        convert(own, place)
+                    self.ring.spread(self._landed(arrived, buffer.dtype), buffer)
+        self._convert(own, place)
+
+    def _landed(self, block: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
+        """A block in the dtype that it is written in: itself, or a register."""
+        if block.dtype == dtype:
+            return block
+        landed = np.empty_like(block, dtype)
+        self._convert(block, landed)
+        return landed
+
+    # -- all hops in one call
+
+    def _sum_at_once(
+        self, buffer: Shaped[Array, "R L"], size: int, start: Any, block: Array, spare: Array, traffic: Traffic
+    ) -> Array | None:
+        """The sums of a reduce-scatter, in one of the two blocks, if a kernel makes all the hops."""
+        kernel, ring = self.blocks.kernels.ring_sum, self.ring
+        if kernel is None or not ring.here:
+            return None
+        table, lanes = ring.table(buffer), (ring.lanes(block), ring.lanes(spare))
+        handed = Handed(table.shape[0], ring.size)
+        total = kernel(table, lanes, self._padding_by_chunk(table, size, start), handed)
+        if total is None:
+            return None
+        self._book(handed, traffic)
+        return block if total is lanes[0] else spare
+
+    def _copy_at_once(
+        self, buffer: Shaped[Array, "R L"], size: int, start: Any, block: Array, traffic: Traffic
+    ) -> bool:
+        """Whether a kernel has made all the hops of an all-gather."""
+        kernel, ring = self.blocks.kernels.ring_copies, self.ring
+        if kernel is None or not ring.here:
+            return False
+        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer.dtype))
+        handed = Handed(table.shape[0], ring.size)
+        done = kernel(lanes, table, self.wire.itemsize, self._padding_by_chunk(table, size, start), handed)
+        if done:
+            self._book(handed, traffic)
+        return done
+
+    def _padding_by_chunk(self, table: Shaped[Array, "rings n n C"], size: int, start: Any) -> Counts:
+        """Bytes on the wire of padding in each chunk [ring, chunk] of a buffer that begins at ``start``."""
+        rings, n, _, chunk = table.shape
+        begins = np.zeros(rings, np.int64)
+        if not isinstance(start, int):  # alike for the members of a ring
+            begins = self.ring.lanes(np.asarray(start))[:, 0]
+        ends = begins[:, np.newaxis] + np.arange(1, n + 1) * chunk
+        beyond: Counts = np.clip(ends - size, 0, chunk)
+        return beyond * self.wire.itemsize
+
+    def _book(self, handed: Handed, traffic: Traffic) -> None:
+        """Book what a kernel has counted: all ranks hand on as much, of which not as much is padding."""
+        messages, sent, received, _ = handed.counts[0, 0].tolist()
+        padding = np.empty(len(self.ring.ids), np.int64)
+        self.ring.lanes(padding)[...] = handed.padding
+        traffic.hops(messages, sent, received, padding)
+
+    # -- in flight
 
     @contextmanager
     def _flight(
         self, buffer: Array, size: int, start: Any, collective: str, band: str, unit: str
-    ) -> Iterator[tuple[Array, Array, Hop]]:
-        """The two blocks of a collective, held while it runs, and its hop."""
+    ) -> Iterator[tuple[Array, Array, Hop, Traffic]]:
+        """The two blocks of a collective, held while it runs, its hop, and where that is counted."""
         if not buffer.flags.c_contiguous:
             raise ValueError(
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
@@ -203,7 +278,7 @@ class Comm:
             try:
                 spare = self.blocks.hold(chunk)
                 try:
-                    yield block, spare, self._hop(traffic, offsets)
+                    yield block, spare, self._hop(traffic, offsets), traffic
                 finally:
                     self.blocks.free(spare)
                     traffic.padding += self._padding(buffer.shape[1], size, start, offsets)
@@ -224,11 +299,13 @@ class Comm:
 
     def _padding(self, padded: int, size: int, start: Any, offsets: Sequence[int]) -> Counts:
         """What of the chunks m + offset that each member m here has sent was padding, in bytes on the wire [R]."""
+        beyond: Counts = np.zeros(len(self.ring.ids), np.int64)
         if not offsets or np.max(start) + padded <= size:
-            return np.zeros(len(self.ring.ids), np.int64)
-        chunk = padded // self.ring.size
-        ends = (np.add.outer(self.ring.members, offsets) % self.ring.size + 1) * chunk
-        beyond: Counts = np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk).sum(axis=1)
+            return beyond
+        chunk, some = padded // self.ring.size, max(1, _COUNTED // len(beyond))
+        for first in range(0, len(offsets), some):
+            ends = (np.add.outer(self.ring.members, offsets[first : first + some]) % self.ring.size + 1) * chunk
+            beyond += np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk).sum(axis=1)
         return beyond * self.wire.itemsize
 
 

@@ -24,7 +24,6 @@ from zerosim.layers import Flat, Group, Layer
 from zerosim.options import Options
 from zerosim.ranks import Ranks
 from zerosim.stages import Over, Stage
-from zerosim.util.casts import convert
 
 
 class Gradients:
@@ -105,9 +104,9 @@ class Gradients:
                 self._all.all_reduce(full, bucket.size, scale=self._scale, **label)
             elif self._scale != 1:  # nothing is sent; scaled as the ring would, in fp32, and rounded once
                 register = np.empty_like(full, FP32)
-                convert(full, register)
+                self._ranks.kernels.convert(full, register)
                 np.multiply(register, np.float32(self._scale), out=register)
-                convert(register, full)
+                self._ranks.kernels.convert(register, full)
             average = self._all.own(full) if self._row.optimizer else full
             self._keep(bucket, average, there=full is kept)
         elif bucket.group in self._reduced:
@@ -140,7 +139,7 @@ class Gradients:
             outer.reduce_scatter(partial, target, bucket.size, **where, **label)
         else:
             outer.all_reduce(partial, bucket.size, **where, **label)
-            convert(partial.reshape(target.shape), target)
+            self._ranks.kernels.convert(partial.reshape(target.shape), target)
         self._came_down(bucket)
         self._ranks.free(partial)
 
@@ -150,7 +149,7 @@ class Gradients:
         if bucket.group in self._reduced:
             _add(target, average.reshape(target.shape))
         elif not there:
-            convert(average.reshape(target.shape), target)
+            self._ranks.kernels.convert(average.reshape(target.shape), target)
         self._came_down(bucket)
 
     def _came_down(self, bucket: Bucket) -> None:

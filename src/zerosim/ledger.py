@@ -110,6 +110,13 @@ class Traffic:
         if padding is not None:
             self.padding += padding
 
+    def hops(self, messages: int, sent: int, received: int, padding: Counts) -> None:
+        """Hops that were counted as they were made: so many for every rank, and the bytes of all of them."""
+        self.messages += messages
+        self._sent += sent
+        self._received += received
+        self.padding += padding
+
 
 @dataclass
 class Report:

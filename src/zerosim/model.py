@@ -19,7 +19,6 @@ from zerosim.bands import FP32, Array
 from zerosim.layers import Chain, Group, Pass
 from zerosim.ranks import Workspace
 from zerosim.util.arguments import check_batch
-from zerosim.util.casts import convert
 
 _REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
 
@@ -41,7 +40,7 @@ class Linear:
         params, work, y = given.params, given.work, given.work.hold(x.shape[1], self.fan_out)
         most = 0
         for some, rows, register in self._registers(work.rows, params):
-            weight, bias = self._split(_as_fp32(params[some, : self.size], register))
+            weight, bias = self._split(_as_fp32(params[some, : self.size], register, work))
             done = _multiply(x[some, rows], weight, y[some, rows])
             np.add(y[some, rows], bias[:, None, :], out=y[some, rows])
             most = max(most, done // len(weight))
@@ -64,9 +63,9 @@ class Linear:
             done = _multiply(x[some, rows].swapaxes(1, 2), dy[some, rows], weight)
             np.add.reduce(dy[some, rows], axis=1, out=bias)
             if grad is register:
-                convert(grad, target)
+                work.kernels.convert(grad, target)
             if dx is not None:
-                weight, _ = self._split(_as_fp32(params[some, : self.size], register))
+                weight, _ = self._split(_as_fp32(params[some, : self.size], register, work))
                 done += _multiply(dy[some, rows], weight.swapaxes(1, 2), dx[some, rows])
             most = max(most, done // len(weight))
         work.free(dy)
@@ -108,10 +107,10 @@ def _multiply(a: Array, b: Array, out: Array) -> int:
     return 2 * int(out.size) * int(a.shape[-1])
 
 
-def _as_fp32(values: Array, register: Array) -> Array:
+def _as_fp32(values: Array, register: Array, work: Workspace) -> Array:
     if values.dtype == FP32:
         return values
-    convert(values, register)
+    work.kernels.convert(values, register)
     return register
 
 

@@ -14,6 +14,7 @@ from math import inf
 from typing import Any, Literal, TypeVar, get_args
 
 from zerosim.bands import PRECISIONS, WIRES, Band, Precision
+from zerosim.kernels import Choice
 from zerosim.optimizer import SGD, Adam
 from zerosim.util.arguments import instance_of, integer, one_of
 
@@ -73,6 +74,9 @@ class Options:
     * ``uneven``: ranks and micro-batches may have different numbers of rows.
     * ``clip``: the largest norm of all gradients together, ``norm_type`` 2 or inf, by torch's rule.
     * ``loss_scale``: the loss is scaled by so much, or by a ``LossScale`` that changes.
+    * ``kernels``: ``"numba"`` computes with compiled kernels, ``"numpy"`` without, ``"auto"`` as the environment's
+      ``ZEROSIM_KERNELS`` says, or else with them where numba is installed. The bits are the same.
+    * ``threads``: how many of them the compiled kernels use. The bits are the same.
     * ``node``: so many ranks are a group. Rows with groups shard within it; every row counts what leaves it.
 
     ValueError or TypeError, in the words of the call, for what is unknown or does not go together.
@@ -103,19 +107,22 @@ class Options:
     clip: float | None = None
     norm_type: float = 2.0
     loss_scale: float | LossScale | None = None
+    kernels: Choice = "auto"
+    threads: int = 1
 
     def __post_init__(self) -> None:
         one_of("Scheme", "precision", self.precision, PRECISIONS)
         one_of("Scheme", "wire", self.wire, WIRES)
         one_of("Scheme", "gather", self.gather, get_args(Gather))
         one_of("Scheme", "padding", self.padding, get_args(Padding))
+        one_of("Scheme", "kernels", self.kernels, get_args(Choice))
         if isinstance(self.bucket, str):
             one_of("Scheme", "bucket", self.bucket, get_args(Gather))
         for name in ("all_reduce", "checkpoint", "uneven"):
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
         needed = [] if isinstance(self.bucket, str) else [("bucket", 1)]
-        needed += [("prefetch", 0), ("accumulate", 1)]
+        needed += [("prefetch", 0), ("accumulate", 1), ("threads", 1)]
         needed += [(name, 1) for name in ("capacity", "host_capacity", "node") if getattr(self, name) is not None]
         for name, least in needed:
             object.__setattr__(self, name, integer("Scheme", name, getattr(self, name), least))

@@ -16,6 +16,7 @@ from math import prod
 from typing import overload
 
 from zerosim.bands import Array, Band, DType, Place
+from zerosim.kernels import NUMPY, Kernels
 from zerosim.ledger import Ledger
 
 ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
@@ -59,7 +60,7 @@ class Ranks:
 
     ``dtypes`` gives each band's dtype; ``empty`` is how this world makes an array;
     ``capacity`` is the memory of one card in bytes, or None for no limit, and ``host_capacity`` that
-    of the host for each rank.
+    of the host for each rank; ``kernels`` is what computes there.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Ranks:
         empty: Callable[[tuple[int, ...], DType], Array],
         capacity: int | None = None,
         host_capacity: int | None = None,
+        kernels: Kernels = NUMPY,
     ) -> None:
+        self.kernels = kernels
         self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
         self.host_capacity = host_capacity
         self._empty = empty
@@ -189,11 +192,12 @@ class Rank(Mapping[str, list[Array]]):
 class Workspace:
     """``hold`` and ``free`` for one band: what a room that allocates, but must not know bands, is handed.
 
-    ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one.
+    ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one; ``kernels`` is what
+    computes on it.
     """
 
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
-        self._ranks, self._band, self._dtype = ranks, band, dtype
+        self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels
         self.unit = ""  # the layer or bucket that it is allocating for
         self.rows: Sequence[int] | None = None  # of the batch, those of each rank here, where they differ
 

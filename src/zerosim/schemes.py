@@ -19,6 +19,7 @@ from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band, DType, Place
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
+from zerosim.kernels import choose
 from zerosim.layers import Checkpointed, MicroBatch, Model, Pass
 from zerosim.ledger import Ledger, Phase, Report
 from zerosim.options import LossScale, Options
@@ -28,7 +29,6 @@ from zerosim.scaling import Agreement, Scaler, tell
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import arguments
 from zerosim.util.batches import micro_batches
-from zerosim.util.casts import convert
 from zerosim.worlds.local import LocalRing
 
 __all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
@@ -97,8 +97,9 @@ class Scheme:
         wire, wire_params = WIRES[options.wire], WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
         self.ranks = Ranks(
-            self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity
-        )
+            self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity,
+            choose(options.kernels, options.threads),
+        )  # fmt: skip
 
         def comms(dtype: DType) -> list[Comm]:
             kind, blocks = collectives or Comm, Workspace(self.ranks, Band.BLOCKS, dtype)
@@ -258,11 +259,11 @@ class Scheme:
                     band: state.reshape(shape) for band, state in bucket.states.items() if band in OWNED
                 }
                 if (main := states.get(Band.MAIN_GRADS)) is not None:
-                    convert(grads, main)
+                    self.ranks.kernels.convert(grads, main)
                     grads = main
                 if factor is not None:  # a register: what is kept is not rewritten
                     scaled = np.empty_like(grads, FP32, shape=shape)
-                    convert(grads, scaled)
+                    self.ranks.kernels.convert(grads, scaled)
                     grads = np.multiply(scaled, factor.reshape(*shape[:-1], 1), out=scaled)
                     self.ledger.flops(grads.size // len(self.ring.ids))
                 master = states.get(Band.MASTER, params)
@@ -274,10 +275,11 @@ class Scheme:
                     self.options.optimizer.update(
                         master[part], grads[part], **{name: state[part] for name, state in moments.items()},
                         step=self.updates, flops=done[-1].append, lr=lr * rate, weight_decay=decay,
+                        kernels=self.ranks.kernels,
                     )  # fmt: skip
                 self.ledger.flops(max(map(sum, done)))
                 if master is not params:
-                    convert(master, params)
+                    self.ranks.kernels.convert(master, params)
                 self.ledger.computed(bucket.name)
         for bucket in trainable:
             self._parameters.update(bucket)
@@ -309,7 +311,7 @@ class Scheme:
 
         def down(band: Band, array: Array) -> Array:
             copies.append(here := self.ranks.hold(band, (array.size // rows,), bucket.name, place=Place.HOST))
-            convert(array, here.reshape(array.shape))
+            self.ranks.kernels.convert(array, here.reshape(array.shape))
             self.ledger.copy(Place.HOST, band, here.nbytes // rows, bucket.name)
             return here.reshape(array.shape)
 
@@ -320,7 +322,7 @@ class Scheme:
         yield updated, grads
         if not there:
             if updated is not params:
-                convert(updated, params)
+                self.ranks.kernels.convert(updated, params)
             self.ledger.copy(Place.CARD, Band.PARAMS, params.nbytes // rows, bucket.name)
         for array in copies:
             self.ranks.free(array)

@@ -62,7 +62,9 @@ def test_a_card_of_limited_memory_is_reported(tmp_path: Path) -> None:
     """--capacity says which schemes ran out of memory where, and the others' numbers stand."""
     result = run(*SMALL, "--capacity", "400kB", out=tmp_path)
     assert result.exit_code == 0, result.output
-    short = {record.name: record.out_of_memory is not None for record in results.load(tmp_path / "results.json").schemes}
+    short = {
+        record.name: record.out_of_memory is not None for record in results.load(tmp_path / "results.json").schemes
+    }
     assert short == {"data parallel": True, "ZeRO-1": False, "ZeRO-2": False, "ZeRO-3": False}
     assert "out of memory at" in result.output
 

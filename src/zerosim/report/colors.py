@@ -32,5 +32,5 @@ BANDS: Mapping[str, str] = {
     Band.BUCKET: "#9C606C",
 }
 PLACES: Sequence[str] = (
-    "#8F8F8F", "#1860F0", "#DE6D12", "#8E4A8A", "#B43C00", "#0C9CE4", "#787860", "#B400C0",
+    "#8F8F8F", "#1860F0", "#DE6D12", "#8E4A8A", "#0C9CE4", "#B400C0", "#B43C00", "#787860",
 )  # fmt: skip

@@ -180,7 +180,7 @@ def _mark(figure: Figure, above: Axes, below: Axes, record: SchemeRecord, totals
 def _fate(record: SchemeRecord) -> str:
     if record.out_of_memory is None:
         return f"at rest {sizes.text(sum(record.steps[-1].resident.values()))}"
-    return f"out of memory {f'in step {step}' if (step := record.out_of_memory.step) else 'before step 1'}"
+    return f"ends in step {record.out_of_memory.step}" if record.out_of_memory.step else "ends before step 1"
 
 
 def _shared_scale(axes: Axes, what: str, heights: Sequence[int]) -> None:

@@ -33,6 +33,7 @@ class LocalRing(Ring):
 
     def __init__(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> None:
         self.size, self.step = size, step
+        self.here = type(self).shift is LocalRing.shift  # where a hop does more, every one has to be made by it
         self.ids: Sequence[int] = range(ranks or size)
         every = np.arange(len(self.ids))
         self.members: Sequence[int] = (every // step % size).tolist()
@@ -75,6 +76,16 @@ class LocalRing(Ring):
     def grid(self, block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
         """[n, C], or [ring, member, C], or, where the members of a ring are apart, [member, ring, C]."""
         return block if self._rings == 1 else block.reshape(*self._shape, -1)
+
+    def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "rings n n C"]:
+        if self.step == 1:
+            return super().table(buffer)
+        return buffer.reshape(self.size, self._rings, self.size, -1).swapaxes(0, 1)
+
+    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+        if self.step == 1:
+            return super().lanes(rows)
+        return rows.reshape(self.size, self._rings, *rows.shape[1:]).swapaxes(0, 1)
 
     def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
         n, diagonals = self.size, self._diagonals[hop % self.size]
