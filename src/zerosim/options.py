@@ -171,6 +171,8 @@ class Options:
 
 def chosen(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     """The options with those keywords in their place. TypeError, naming what there is, for one that is unknown."""
+    if options is not None:
+        instance_of("Scheme", "options", options, Options)
     known = Options.__dataclass_fields__
     if unknown := [name for name in keywords if name not in known]:
         raise TypeError(f"Scheme: there is no option {unknown[0]!r}. Use one of {', '.join(known)}.")
