@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from zerosim import theory
 from zerosim.bands import WIRES, Band
 from zerosim.ledger import EventKind
-from zerosim.real_ranks.meter import HEADER
 from zerosim.records.plan import Cell, Plan
 from zerosim.records.real_ranks import Corroboration, Run
 from zerosim.records.results import OutOfMemoryRecord, Results, SchemeRecord, StepRecord, SweepRow
 from zerosim.util import sizes
+from zerosim.worlds.gloo import HEADER
 
 FRAME = 3 * HEADER  # bytes that gloo adds to a message
 
@@ -276,7 +276,7 @@ class Planned:
     @property
     def lowest(self) -> Cell:
         """The lowest stage that fits."""
-        cell = self.found.lowest(self.n)
+        cell = self.found.first_fit(self.n)
         assert cell is not None
         return cell
 

@@ -23,7 +23,7 @@ import write_readme
 from readme_views import Real
 from zerosim.cli import main as cli
 from zerosim.lab import suite as lab
-from zerosim.real_ranks import setup as agreed
+from zerosim.real_ranks.cases import COLLECTIVES, cases, data, model
 from zerosim.records import plan as plan_records
 from zerosim.records.results import Results
 from zerosim.report import plots
@@ -257,12 +257,12 @@ def test_recorded_real_ranks_are_what_a_fresh_simulation_says() -> None:
     assert real.found.failures == []
     assert real.differing == real.unexplained == 0
     assert real.meters == ["process", "sockets"]
-    [batch] = agreed.data(settings)
-    for plan, run in zip(agreed.plans(settings), real.found.runs, strict=True):
-        assert (run.scheme, run.collectives, run.precision) == (plan.stage.name, plan.collectives, plan.precision)
-        twin = plan.stage(
-            agreed.model(settings), settings.ranks, ring=LocalCollectives(settings.ranks),
-            **agreed.options(settings, plan),
+    [batch] = data(settings)
+    for case, run in zip(cases(settings), real.found.runs, strict=True):
+        assert (run.row, run.collectives, run.precision) == (case.row, case.collectives, case.precision)
+        twin = case.row(
+            model(settings), settings.ranks, settings.options(case.precision),
+            ring=LocalCollectives(settings.ranks), collectives=COLLECTIVES[case.collectives],
         )  # fmt: skip
         twin.step(batch)
         report = twin.reports[-1]

@@ -6,7 +6,6 @@ Owns the options' names, types and help. Must not know what the commands do with
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import click
 from zerosim import stages
 from zerosim.bands import WIRES
 from zerosim.cli.errors import Folder
-from zerosim.stages import Stage
+from zerosim.stages import OFFLOADABLE, Stage
 from zerosim.util import sizes
 
 Function = Callable[..., Any]
@@ -67,8 +66,8 @@ def rows() -> dict[str, Stage]:
 def row(text: str) -> Stage:
     """The row that is named or described. ValueError, with what there is, for one that makes no sense.
 
-    >>> row("zero-1").name, row("dp").name, row("mine=optimizer,grads").shards("grads")
-    ('ZeRO-1', 'data parallel', True)
+    >>> row("zero-1").name, row("dp").name, str(row("mine=optimizer,grads:group").grads)
+    ('ZeRO-1', 'data parallel', 'group')
     """
     name, described, states = (part.strip() for part in text.partition("="))
     if described:
@@ -87,14 +86,16 @@ def _plain(name: str) -> str:
 
 
 def _own(name: str, states: str) -> Stage:
-    """A row of the caller's own."""
-    flags = [each.name for each in fields(Stage) if each.default is not MISSING and isinstance(each.default, bool)]
-    chosen = [each.strip() for each in states.split(",") if each.strip()]
+    """A row of the caller's own, each state as in ``optimizer``, sharded over all, or ``grads:group``."""
+    chosen: dict[str, Any] = {}
     if not name:
         raise ValueError("a scheme of your own needs a name before the =, as in mine=optimizer,grads.")
-    if unknown := [each for each in chosen if each not in flags]:
-        raise ValueError(f"{name} shards any of {', '.join(flags)}; got {unknown[0]!r}.")
-    return Stage(name, **dict.fromkeys(chosen, True))
+    for each in filter(None, (part.strip() for part in states.split(","))):
+        state, _, over = each.partition(":")
+        if state not in OFFLOADABLE:
+            raise ValueError(f"{name} shards any of {', '.join(OFFLOADABLE)}; got {state!r}.")
+        chosen[state] = over or "all"
+    return Stage(name, **chosen)
 
 
 # -- blocks of options

@@ -29,7 +29,7 @@ from zerosim.records.results import (
     SweepRow,
     TrafficRecord,
 )
-from zerosim.schemes import DP, Scheme, Stage
+from zerosim.schemes import Scheme, Stage
 
 STRICT_STEPS = 2  # what the first leaves behind, the second meets
 
@@ -49,6 +49,7 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
         precision=settings.precision,
         wire=settings.wire,
         gather=settings.gather,
+        node=settings.node,
     )
 
 
@@ -58,9 +59,11 @@ def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair
     return batches(settings.data, ranks, steps, settings.batch, widths, settings.seed)
 
 
-def plain_training(settings: Settings, ranks: int) -> Reference:
-    """What all schemes on so many ranks are held against."""
-    return Reference(DP, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire)
+def plain_training(row: Stage, settings: Settings, ranks: int) -> Reference:
+    """What all rows that sum in this one's order, on so many ranks, are held against."""
+    return Reference(
+        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node
+    )
 
 
 class Run:
@@ -72,7 +75,8 @@ class Run:
     def __init__(self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None) -> None:
         self.row = row
         self._settings = settings
-        self._plain = plain or plain_training(settings, ranks)
+        self.two_axes = row.on(ranks, settings.node).two_axes  # the order in which it sums
+        self._plain = plain or plain_training(row, settings, ranks)
         self.job = job_of(settings, model, row, ranks)
         self.capacity = settings.capacity
         self.out_of_memory: OutOfMemoryRecord | None = None
@@ -120,7 +124,9 @@ class Run:
         )
 
     def fits_predicted(self) -> bool:
-        return self.capacity is None or sum(theory.peak(self.job).values()) <= self.capacity
+        card, host = self.capacity, self._settings.host_capacity
+        on_card, on_host = sum(theory.peak(self.job).values()), sum(theory.host_peak(self.job).values())
+        return (card is None or on_card <= card) and (host is None or on_host <= host)
 
     def finish(self, *, sanitized: bool = True) -> list[Failure]:
         """All that did not hold, what the card was to hold included, and what the sanitizer finds in one more run."""

@@ -26,6 +26,7 @@ from zerosim.records.results import (
     StepRecord,
     SweepRow,
 )
+from zerosim.stages import Over
 
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
 
@@ -142,19 +143,32 @@ def _log(events: Sequence[EventRecord], resident: int | None = None, peak: int |
 
 
 def _differences(results: Results) -> Iterator[str]:
-    """Every scheme that completed a step is compared; the first of them only if it has copies to compare."""
-    ranks, expected = results.settings.ranks, []
+    """Each scheme that completed a step is compared with the first of its order; that one if it has copies."""
+    ranks, node, expected, apart = results.settings.ranks, results.settings.node, [], []
     for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
-        running = [record for record in results.schemes if len(record.steps) >= step]
-        expected += [
-            (step, each.name) for each in running if not (each is running[0] and each.row.optimizer and ranks > 1)
-        ]
-    if [(each.step, each.scheme) for each in results.differences] != expected:
-        yield f"{len(expected)} comparisons belong to these steps, each of its own scheme; got others"
-    for each in results.differences:
+        orders: dict[bool, list[SchemeRecord]] = {False: [], True: []}
+        for record in results.schemes:
+            if len(record.steps) >= step:
+                orders[record.row.on(ranks, node).two_axes].append(record)
+        for alive in orders.values():
+            whole = alive and _shards_all(alive[0], ranks, node)
+            expected += [(step, each.name) for each in alive if not (each is alive[0] and whole)]
+        if orders[False] and orders[True]:
+            apart.append((step, orders[True][0].name))
+    for what, found, wanted in (
+        ("comparisons", results.differences, expected), ("distances between orders", results.between_orders, apart)
+    ):  # fmt: skip
+        if [(each.step, each.scheme) for each in found] != wanted:
+            yield f"{len(wanted)} {what} belong to these steps, each of its own scheme; got others"
+    for each in [*results.differences, *results.between_orders]:
         yield from (f"{each.scheme}, compared after step {each.step}: {wrong}" for wrong in _difference(each))
     if len({frozenset(each.differing) for each in results.differences}) > 1:
         yield "the comparisons are not all of the same bands"
+
+
+def _shards_all(record: SchemeRecord, ranks: int, node: int | None) -> bool:
+    """Whether no two ranks hold the same optimizer state, so that a scheme has nothing to compare with itself."""
+    return record.row.on(ranks, node).optimizer is Over.ALL
 
 
 def _difference(each: Difference) -> Iterator[str]:

@@ -41,11 +41,18 @@ class Settings(Record):
     data: str
     capacity: Positive | None
     widths: list[Positive]
+    node: Positive | None = None
+    host_capacity: Positive | None = None
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
         return Options(
-            precision=self.precision, wire=self.wire, gather=cast("Gather", self.gather), capacity=self.capacity
+            precision=self.precision,
+            wire=self.wire,
+            gather=cast("Gather", self.gather),
+            capacity=self.capacity,
+            host_capacity=self.host_capacity,
+            node=self.node,
         )
 
 
@@ -253,6 +260,7 @@ class Results(Record):
     n_params: Positive
     schemes: list[SchemeRecord]
     differences: list[Difference]
+    between_orders: list[Difference]  # of rows that sum in different orders: no failure
     sweep: list[SweepRow]
     ablations: Ablations
     failures: list[Failure]
