@@ -228,13 +228,17 @@ def loss(results: Results) -> Figure:
         count = f"{differing:,} values differ, over all ranks and steps"
         if not differing:
             count = "0 differing bits over all ranks, in every step"
-        below.set_title(f"Against {results.differences[0].scheme}: {count}")
+        first = "the first of each order" if results.between_orders else results.differences[0].scheme
+        below.set_title(f"Against {first}: {count}")
     trained = [record for record in results.schemes if record.steps]
-    curves = {tuple(each.loss for each in record.steps) for record in trained}
+    curves = {(results.settings.order(record.row), tuple(each.loss for each in record.steps)) for record in trained}
+    orders = {order for order, _ in curves}
     if len(trained) < 2:
         finding = f"{trained[0].name} alone has memory enough" if trained else "every scheme is out of memory"
-    elif len(curves) > 1 or differing:
+    elif len(curves) > len(orders) or differing:
         finding = "the schemes do not learn the same"
+    elif len(orders) > 1:
+        finding = f"{len(trained)} schemes of {len(orders)} orders, in each of which all weights are the same bits"
     else:
         finding = f"{len(trained)} schemes, one curve, the same weights bit for bit"
     headline(figure, f"Training on {ranks_text(results.settings.ranks)}: {finding}")
