@@ -34,7 +34,11 @@ class Place(StrEnum):
 
 
 class Band(StrEnum):
-    """One kind of thing that a rank holds. Down to the momentum they are the model states."""
+    """One kind of thing that a rank holds. Down to the momentum they are the model states.
+
+    >>> Band("exp_avg") is Band.EXP_AVG
+    True
+    """
 
     PARAMS = "params"
     GRADS = "grads"

@@ -50,7 +50,12 @@ class EventKind(StrEnum):
 
 
 class Event(NamedTuple):
-    """One entry of the log that the timeline is drawn from; bytes are per rank."""
+    """One entry of the log that the timeline is drawn from; bytes are per rank.
+
+    >>> import zerosim as zs
+    >>> zs.dry(zs.MLP(), zs.ZeRO1, ranks=8).events[0][:5]
+    (<EventKind.HOLD: 'hold'>, 'activations', 'batch', 2048, 184056)
+    """
 
     kind: EventKind
     name: str  # the band held or freed, the collective sent, the phase computed, or the place copied to
@@ -118,7 +123,7 @@ class Traffic:
         self.padding += padding
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """What one step held, sent, computed and took. Bytes and FLOPs are integers, per rank.
 
@@ -127,6 +132,10 @@ class Report:
     (place that they went to, band). ``host`` and ``host_peak`` are the host's memory.
     ``losses`` are those of each rank here, over its micro-batches. ``complete`` is False
     for a step that ended early, by an out-of-memory error say; its numbers stand up to there.
+
+    >>> import zerosim as zs
+    >>> zs.dry(zs.MLP(), zs.ZeRO1, ranks=8).sent_by_collective()
+    {'reduce-scatter': [115808], 'all-gather': [115808]}
     """
 
     step: int
@@ -148,6 +157,15 @@ class Report:
     flops: dict[Phase, int] = field(default_factory=dict)
     seconds: dict[Phase, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        peak = f"{self.peak.phase} of {self.peak.unit}" if self.peak.unit else str(self.peak.phase)
+        loss = "" if self.loss != self.loss else f"loss {self.loss:.6f}; "
+        return (
+            f"Report(step {self.step}{'' if self.complete else ', incomplete'}: {loss}a rank holds "
+            f"{sum(self.resident.values()):,} B at rest and {self.peak.total:,} B at the peak, in the {peak}; it sends "
+            f"{max(self.sent(), default=0):,} B)"
+        )
 
     def sent(self) -> list[int]:
         """Bytes that each rank of this process sent in the step, all collectives together."""
@@ -205,6 +223,7 @@ class Ledger:
         self.host: dict[str, int] = {}
         self.reports: list[Report] = []
         self.phase = Phase.OTHER
+        self.listeners: list[Callable[[Event], object]] = []  # each is called with every event that follows
         self._clock = clock
         self._uncredited = 0  # FLOPs that no entry of the log has yet
         self._without = 0  # the total less the bands that are apart
@@ -313,8 +332,10 @@ class Ledger:
 
     def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, amount: int = 0) -> None:
         seconds = self._clock() - self._started
-        # An Event, in half the time of Event(...).
-        self._open.events.append(_NEW(Event, (kind, name, unit, nbytes, self.total, seconds, self.phase, amount)))
+        event = _NEW(Event, (kind, name, unit, nbytes, self.total, seconds, self.phase, amount))  # half Event's time
+        self._open.events.append(event)
+        for listener in self.listeners:
+            listener(event)
 
     # -- steps
 

@@ -7,10 +7,10 @@ which world it runs: the ring that it is handed decides that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -21,7 +21,7 @@ from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
 from zerosim.kernels.choice import choose
 from zerosim.layers import Checkpointed, MicroBatch, Model, Pass
-from zerosim.ledger import Ledger, Phase, Report
+from zerosim.ledger import Event, Ledger, Phase, Report
 from zerosim.options import LossScale, Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
@@ -29,8 +29,14 @@ from zerosim.scaling import Agreement, Scaler, tell
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import arguments
 from zerosim.util.batches import micro_batches
+from zerosim.util.front_door import public
 from zerosim.worlds.local import LocalRing
 
+if TYPE_CHECKING:
+    from zerosim.api.compare import Comparison
+    from zerosim.api.timeline import Timeline
+
+Listener = TypeVar("Listener", bound=Callable[[Event], object])
 __all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
 LASTING = (*MODEL_STATES, Band.BUFFERS, Band.BUCKET)  # what outlives a step
 OWNED = tuple(band for band in MODEL_STATES if band not in (Band.PARAMS, Band.GRADS))  # what the optimizer has alone
@@ -56,6 +62,14 @@ class Scheme:
     process unless told otherwise. ``collectives`` is what runs over it, ``Comm`` or something with its face.
 
     ValueError, TypeError or MemoryError, before anything is allocated, for what cannot be trained.
+
+    >>> import zerosim as zs
+    >>> run = zs.ZeRO3(zs.MLP(), ranks=4, precision="bf16")
+    >>> seen = []
+    >>> _ = run.on_event(lambda event: seen.append(event.name))
+    >>> [batch] = zs.batches(ranks=4)
+    >>> f"{run.step(batch):.4f}", run.reports[-1].peak.by_band["gathered params"], len(seen)
+    ('2.9...', 33024, 94)
     """
 
     def __init__(
@@ -337,10 +351,33 @@ class Scheme:
 
     # -- what a user reads
 
+    def __repr__(self) -> str:
+        done = "not stepped yet" if not self.reports else f"{self.steps} steps, loss {self.reports[-1].loss:.6f}"
+        return (
+            f"{self.name} on {self.ring.size} ranks: {self.model.n_params:,} parameters, "
+            f"{self.options.precision}, {done}; a rank holds {self.ledger.total:,} B "
+            f"({self.bytes_per_param():.4f} per parameter), {self.ledger.peak().total:,} B at the peak"
+        )
+
     @property
     def reports(self) -> list[Report]:
         """One record per step."""
         return self.ledger.reports
+
+    def on_event(self, listener: Listener) -> Listener:
+        """Call ``listener`` with each ``Event`` that follows: every hold, free, computation and collective."""
+        self.ledger.listeners.append(listener)
+        return listener
+
+    def timeline(self, step: int = -1) -> Timeline:
+        """What a rank held from event to event of a step, by default the last: to plot, or to save."""
+        found: Timeline = public("Timeline")(self, step)
+        return found
+
+    def results(self) -> Comparison:
+        """Everything recorded so far: a table, a page, a results file."""
+        found: Comparison = public("Comparison").of(self)
+        return found
 
     def flat(self, band: Band | str) -> Shaped[Array, "n"]:
         """A model state as one unpadded vector, a copy, put together from the ranks of this process.
@@ -395,6 +432,3 @@ class Scheme:
     def bytes_comm_per_rank(self) -> int:
         """Bytes sent so far by the busiest rank of this process."""
         return max(self.ledger.sent())
-
-
-Stage.train = Scheme

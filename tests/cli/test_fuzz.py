@@ -258,7 +258,7 @@ def test_no_count_can_be_changed_alone(found: Results, card: Results) -> None:
         (lambda text: text.replace('"noise"', '"\\ud800"', 1), "surrogates not allowed"),
         (lambda text: text.replace('"messages": ', f'"messages": {2**63}', 1), "<= 9223372036854775807"),
         (lambda text: text.replace('"step": 1', '"step": -1', 1), ">= 0"),
-        (lambda text: text.replace('"name": "ZeRO-1"', '"name": "ZeRO-4"', 1), "in this order"),
+        (lambda text: text.replace('"name": "ZeRO-1"', '"name": "ZeRO-4"', 1), "each of its own scheme"),
         (lambda text: "{" + '"a": {' * 50_000, "not a whole record"),
     ],
     ids=["a field twice", "too many digits", "half a character", "too large", "negative", "no such scheme", "too deep"],
