@@ -354,8 +354,9 @@ def test_a_report_begins_empty() -> None:
 
 def test_the_words_that_results_are_written_in() -> None:
     """Phases and kinds of events stand in results files under these names."""
-    assert [str(phase) for phase in Phase] == ["forward", "backward", "communication", "optimizer", "other"]
-    assert [str(kind) for kind in EventKind] == ["hold", "free", "send", "compute"]
+    phases = ["forward", "backward", "communication", "optimizer", "optimizer on the host", "other"]
+    kinds = ["hold", "free", "send", "compute", "copy", "host hold", "host free"]
+    assert ([str(phase) for phase in Phase], [str(kind) for kind in EventKind]) == (phases, kinds)
 
 
 def test_reports_keep_steps_that_ended_early() -> None:

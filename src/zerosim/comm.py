@@ -26,10 +26,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Shaped
 
-from zerosim.bands import FP32, Array, DType
-from zerosim.kernels import Handed
+from zerosim.bands import FP32, INT8, Array, DType
+from zerosim.kernels.operations import Handed
 from zerosim.ledger import Counts, Ledger, Traffic
 from zerosim.ranks import Workspace
+from zerosim.util import int8
 from zerosim.util.casts import convert
 
 Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
@@ -89,7 +90,7 @@ class Ring(Protocol):
         """``buffer`` as [ring, member, chunk, C], a view, where all ranks are ``here``."""
         return buffer.reshape(-1, self.size, self.size, buffer.shape[1] // self.size)
 
-    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+    def lanes(self, rows: Shaped[Array, "R ..."]) -> Shaped[Array, "rings n ..."]:
         """What each rank has one of as [ring, member, ...], a view, where all ranks are ``here``."""
         return rows.reshape(-1, self.size, *rows.shape[1:])
 
@@ -108,8 +109,9 @@ class Comm:
     """The collectives of one process's ranks.
 
     ``wire`` is the dtype that blocks are sent in: they are cast from the buffer's dtype as
-    they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
-    in flight, one going and one coming; ``ledger`` is told of every hop.
+    they leave and back as they land. With int8 a block is packed, its scales within, and everybody has
+    what that comes to, its owner too; it is for gathering alone. ``blocks`` provides the two blocks that a
+    rank needs in flight, one going and one coming; ``ledger`` is told of every hop.
 
     Where all ranks are in this process and their kernels can, all hops of a collective are made in one
     call, which counts them as it makes them.
@@ -191,23 +193,23 @@ class Comm:
             np.copyto(own, place)
         own = own.reshape(place.shape)
         with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
-            self._convert(own, block.reshape(place.shape))
+            own = self._leave(own, block)
             for sent in range(0 if self._copy_at_once(buffer, size, start, block, traffic) else n - 1):
                 arrived = hop(block, spare, sent)
                 if arrived is spare:  # and has to be written before the next one arrives
                     for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        self._convert(self.ring.grid(arrived)[rows], chunk)
+                        self._land(self.ring.grid(arrived)[rows], chunk)
                     block, spare = spare, block
                 elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
-                    self.ring.spread(self._landed(arrived, buffer.dtype), buffer)
+                    self.ring.spread(self._landed(arrived, buffer), buffer)
         self._convert(own, place)
 
-    def _landed(self, block: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
-        """A block in the dtype that it is written in: itself, or a register."""
-        if block.dtype == dtype:
+    def _landed(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
+        """A block in the dtype of the buffer that it is written to: itself, or a register."""
+        if block.dtype == buffer.dtype:
             return block
-        landed = np.empty_like(block, dtype)
-        self._convert(block, landed)
+        landed = np.empty_like(buffer, shape=(len(block), buffer.shape[1] // self.ring.size))
+        self._land(block, landed)
         return landed
 
     # -- all hops in one call
@@ -232,9 +234,9 @@ class Comm:
     ) -> bool:
         """Whether a kernel has made all the hops of an all-gather."""
         kernel, ring = self.blocks.kernels.ring_copies, self.ring
-        if kernel is None or not ring.here:
+        if kernel is None or not ring.here or self.wire == INT8:
             return False
-        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer.dtype))
+        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer))
         handed = Handed(table.shape[0], ring.size)
         done = kernel(lanes, table, self.wire.itemsize, self._padding_by_chunk(table, size, start), handed)
         if done:
@@ -255,10 +257,31 @@ class Comm:
         """Book what a kernel has counted: all ranks hand on as much, of which not as much is padding."""
         messages, sent, received, _ = handed.counts[0, 0].tolist()
         padding = np.empty(len(self.ring.ids), np.int64)
-        self.ring.lanes(padding)[...] = handed.padding
+        self.ring.lanes(padding)[...] = handed.counts[..., 3]
         traffic.hops(messages, sent, received, padding)
 
     # -- in flight
+
+    def _leave(self, own: Shaped[Array, "... C"], block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
+        """Write what each rank owns to a block, as it is sent; what it is to everybody, the owner included."""
+        if self.wire != INT8:
+            self._convert(own, block.reshape(own.shape))
+        elif self.ring.size > 1:  # to nobody, nothing is rounded
+            int8.pack(own, block)
+            own = np.empty_like(own)
+            int8.unpack(block, own)
+        return own
+
+    def _land(self, block: Shaped[Array, "... C"], out: Shaped[Array, "... C"]) -> None:
+        """Write a block that has arrived, in the dtype of ``out``."""
+        if self.wire == INT8:
+            int8.unpack(block, out)
+        else:
+            self._convert(block, out)
+
+    def _length(self, count: Any) -> Any:
+        """Of a block with so many elements, one number or several."""
+        return int8.length(count) if self.wire == INT8 else count
 
     @contextmanager
     def _flight(
@@ -270,7 +293,7 @@ class Comm:
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
                 f"got strides {buffer.strides} for shape {buffer.shape}. Pass what hold returned, not a view of it."
             )
-        chunk = buffer.shape[1] // self.ring.size
+        chunk = self._length(buffer.shape[1] // self.ring.size)
         offsets: list[int] = []
         self.blocks.unit = unit
         with self.ledger.sending(collective, band, unit, self.ring.leaves, self.ring.leaving) as traffic:
@@ -305,7 +328,8 @@ class Comm:
         chunk, some = padded // self.ring.size, max(1, _COUNTED // len(beyond))
         for first in range(0, len(offsets), some):
             ends = (np.add.outer(self.ring.members, offsets[first : first + some]) % self.ring.size + 1) * chunk
-            beyond += np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk).sum(axis=1)
+            pads = np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk)
+            beyond += (self._length(chunk) - self._length(chunk - pads)).sum(axis=1)
         return beyond * self.wire.itemsize
 
 

@@ -171,15 +171,34 @@ def _some(held: dict[str, int]) -> dict[str, int]:
     return {band: nbytes for band, nbytes in held.items() if nbytes}
 
 
+def _peak(held: dict[str, int], unit: str, phase: Phase) -> Peak:
+    """An instant at which so much was held."""
+    bands = _some(held)
+    return Peak(sum(bands.values()), bands, unit, phase)
+
+
+_Instant = tuple[dict[str, int], str, Phase]
+_NEW = tuple.__new__
+
+
 class Ledger:
     """Counts for the ranks of one process.
 
     ``rows`` is how many ranks live here; ``apart`` names the bands that
-    ``peak_without_activations`` leaves out.
+    ``peak_without_activations`` leaves out. Totals are of all steps; the last ``keep_reports`` of the reports
+    are kept, and of them the last ``keep_events`` with their logs.
     """
 
-    def __init__(self, rows: int, apart: Iterable[str] = (), clock: Callable[[], float] = time.perf_counter) -> None:
-        self.rows = rows
+    def __init__(
+        self,
+        rows: int,
+        apart: Iterable[str] = (),
+        clock: Callable[[], float] = time.perf_counter,
+        keep_reports: int = 100,
+        keep_events: int = 2,
+    ) -> None:
+        self.rows, self.keep_reports, self.keep_events = rows, keep_reports, keep_events
+        self.steps = 0  # begun so far
         self.apart = frozenset(apart)
         self.held: dict[str, int] = {}  # on the card
         self.total = 0
@@ -191,7 +210,10 @@ class Ledger:
         self._without = 0  # the total less the bands that are apart
         self._open = Report(step=0)  # what happens before the first step is booked here
         self._closed_sent: Counts = np.zeros(rows, np.int64)
-        self._closed_peak = self._closed_peak_without = Peak()
+        self._closed_peak = self._closed_peak_without = self._closed_host_peak = Peak()
+        self._highest = self._highest_without = 0  # of the open report, and what was held there, until it is read
+        self._instant: _Instant | None = None
+        self._instant_without: _Instant | None = None
         self._started = self._since = clock()
 
     # -- memory, called by hold and free alone
@@ -202,11 +224,11 @@ class Ledger:
             self._move_host(EventKind.HOST_HOLD, band, nbytes, unit)
             return
         self._move(EventKind.HOLD, band, nbytes, unit)
-        report = self._open
-        if self.total > report.peak.total:
-            report.peak = self._instant(unit)
-        if self._without > report.peak_without_activations.total:
-            report.peak_without_activations = self._instant(unit, self.apart)
+        # Highest so far, but seldom in the end: only what was held is noted, and most of the notes are dropped.
+        if self.total > self._highest:
+            self._highest, self._instant = self.total, (self.held.copy(), unit, self.phase)
+        if self._without > self._highest_without:
+            self._highest_without, self._instant_without = self._without, (self.held.copy(), unit, self.phase)
 
     def free(self, band: str, nbytes: int, unit: str, place: Place = Place.CARD) -> None:
         """Every rank here holds ``nbytes`` less of ``band``."""
@@ -234,16 +256,22 @@ class Ledger:
             self._without += change
         self._log(kind, band, unit, abs(change))
 
-    def _instant(self, unit: str, leave_out: frozenset[str] = frozenset()) -> Peak:
-        bands = {band: nbytes for band, nbytes in _some(self.held).items() if band not in leave_out}
-        return Peak(sum(bands.values()), bands, unit, self.phase)
+    def _settle(self) -> Report:
+        """The open report, with its peaks as they are by now."""
+        report = self._open
+        if self._instant is not None:
+            report.peak, self._instant = _peak(*self._instant), None
+        if self._instant_without is not None:
+            held, unit, phase = self._instant_without
+            held = {band: nbytes for band, nbytes in held.items() if band not in self.apart}
+            report.peak_without_activations, self._instant_without = _peak(held, unit, phase), None
+        return report
 
     # -- traffic, counted inside the ring's hop
 
-    @contextmanager
     def sending(
         self, collective: str, band: str, unit: str, leaves: Sequence[int] | Counts = (0,), leaving: int = 0
-    ) -> Iterator[Traffic]:
+    ) -> _Sending:
         """The counter of one collective; its hops count into it, and the log gets one entry for all of them.
 
         ``leaves`` is 1 for each rank here whose messages leave its node, and ``leaving`` how many of a node's do.
@@ -252,13 +280,14 @@ class Ledger:
         traffic = self._open.traffic.get(key)
         if traffic is None:
             traffic = self._open.traffic[key] = Traffic(self.rows)
-        sent, messages = traffic.sent_each, traffic.messages
-        with self.during(Phase.COMMUNICATION):
-            yield traffic
-            sent = traffic.sent_each - sent
-            traffic.outside += sent * np.asarray(leaves, np.int64)
-            traffic.node_outside += sent * leaving
-            self._log(EventKind.SEND, collective, unit, sent, traffic.messages - messages)
+        return _Sending(self, traffic, collective, unit, leaves, leaving)
+
+    def _sent(self, sending: _Sending) -> None:
+        traffic, sent = sending.traffic, sending.traffic.sent_each - sending.sent
+        if sending.leaving:
+            traffic.outside += sent * np.asarray(sending.leaves, np.int64)
+            traffic.node_outside += sent * sending.leaving
+        self._log(EventKind.SEND, sending.collective, sending.unit, sent, traffic.messages - sending.messages)
 
     # -- work and time
 
@@ -267,14 +296,9 @@ class Ledger:
         self._open.flops[self.phase] = self._open.flops.get(self.phase, 0) + count
         self._uncredited += count
 
-    @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def during(self, phase: Phase) -> _During:
         """Book time and FLOPs under ``phase``; what an inner phase takes is not booked twice."""
-        outer = self._switch(phase)
-        try:
-            yield
-        finally:
-            self._switch(outer)
+        return _During(self, phase)
 
     def _switch(self, phase: Phase) -> Phase:
         now, previous = self._clock(), self.phase
@@ -288,9 +312,9 @@ class Ledger:
         self._uncredited = 0
 
     def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, amount: int = 0) -> None:
-        self._open.events.append(
-            Event(kind, name, unit, nbytes, self.total, self._clock() - self._started, self.phase, amount)
-        )
+        seconds = self._clock() - self._started
+        # An Event, in half the time of Event(...).
+        self._open.events.append(_NEW(Event, (kind, name, unit, nbytes, self.total, seconds, self.phase, amount)))
 
     # -- steps
 
@@ -298,24 +322,31 @@ class Ledger:
     def step(self) -> Iterator[Report]:
         """One training step: a fresh report, kept in ``reports`` whether the step completes or not."""
         self._close()
-        self._open = report = Report(step=len(self.reports) + 1)
-        report.peak, report.peak_without_activations = self._instant(""), self._instant("", self.apart)
+        self.steps += 1
+        self._open = report = Report(step=self.steps)
+        self._highest, self._instant = self.total, (self.held.copy(), "", self.phase)
+        self._highest_without, self._instant_without = self._without, (self.held.copy(), "", self.phase)
         report.host_peak = Peak(sum(self.host.values()), _some(self.host))
         self._started = self._since = self._clock()
         self.reports.append(report)
+        del self.reports[: -self.keep_reports]
+        for old in self.reports[-1 - self.keep_events : -self.keep_events]:
+            old.events = []
         try:
             yield report
             report.complete = True
         finally:
             self._switch(Phase.OTHER)
+            self._settle()
             report.resident, report.host = _some(self.held), _some(self.host)
 
     def _close(self) -> None:
         """Fold the open report into the totals since the beginning."""
         self._closed_sent += self._open_sent()
-        self._closed_peak = self.peak()
+        self._closed_peak, self._closed_host_peak = self.peak(), self.host_peak()
         self._closed_peak_without = self.peak_without_activations()
         self._open = Report(step=0)
+        self._highest = self._highest_without = 0
 
     def _open_sent(self) -> Counts:
         return sum((traffic.sent for traffic in self._open.traffic.values()), np.zeros(self.rows, np.int64))
@@ -328,8 +359,49 @@ class Ledger:
 
     def peak(self) -> Peak:
         """The highest instant so far, everything counted."""
-        return max(self._closed_peak, self._open.peak, key=lambda peak: peak.total)
+        return max(self._closed_peak, self._settle().peak, key=lambda peak: peak.total)
+
+    def host_peak(self) -> Peak:
+        """The highest instant so far of the host's memory."""
+        return max(self._closed_host_peak, self._open.host_peak, key=lambda peak: peak.total)
 
     def peak_without_activations(self) -> Peak:
         """The highest instant so far of what scales with the parameters."""
-        return max(self._closed_peak_without, self._open.peak_without_activations, key=lambda peak: peak.total)
+        return max(self._closed_peak_without, self._settle().peak_without_activations, key=lambda peak: peak.total)
+
+
+class _During:
+    """A phase, for as long as a ``with`` block lasts. A class, as a generator takes three times as long."""
+
+    __slots__ = ("_ledger", "_outer", "_phase")
+
+    def __init__(self, ledger: Ledger, phase: Phase) -> None:
+        self._ledger, self._phase = ledger, phase
+
+    def __enter__(self) -> None:
+        self._outer = self._ledger._switch(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger._switch(self._outer)
+
+
+class _Sending:
+    """A collective, for as long as a ``with`` block lasts, and what had been counted before it."""
+
+    __slots__ = ("_ledger", "_outer", "collective", "leaves", "leaving", "messages", "sent", "traffic", "unit")
+
+    def __init__(
+        self, ledger: Ledger, traffic: Traffic, collective: str, unit: str, leaves: Sequence[int] | Counts, leaving: int
+    ) -> None:
+        self._ledger, self.traffic, self.collective, self.unit = ledger, traffic, collective, unit
+        self.leaves, self.leaving = leaves, leaving
+        self.sent, self.messages = traffic.sent_each, traffic.messages
+
+    def __enter__(self) -> Traffic:
+        self._outer = self._ledger._switch(Phase.COMMUNICATION)
+        return self.traffic
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._ledger._sent(self)
+        self._ledger._switch(self._outer)

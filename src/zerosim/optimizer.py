@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from zerosim.bands import Array, Band
-from zerosim.kernels import NUMPY, Kernels
+from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.util.arguments import one_of
 from zerosim.util.casts import convert
 
@@ -111,30 +111,24 @@ class Adam:
     ) -> None:
         """Update ``params`` and both moments [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
 
-        ``step`` counts from 1. ``flops`` is told the operations done per row. The temporaries are registers: they
-        live for one block and are not held. ``lr`` takes the place of the optimizer's; ``weight_decay`` is
-        decoupled, as AdamW has it (Loshchilov and Hutter, arXiv 1711.05101). ``kernels`` may have the same
-        operations in one pass.
+        ``step`` counts from 1. ``flops`` is told the operations done per row. The
+        temporaries are registers: they live for one block and are not held. ``lr`` takes the place of the
+        optimizer's; ``weight_decay`` is decoupled, as AdamW has it (Loshchilov and Hutter, arXiv 1711.05101).
+        ``kernels`` may have the same operations in one pass.
         """
         beta1, beta2 = self.betas
         lr = self.lr if lr is None else lr
         step_size = lr / (1 - beta1**step)
-        if weight_decay:
-            np.multiply(params, 1 - lr * weight_decay, out=params)
-            flops(params.shape[-1])
         root_correction = (1 - beta2**step) ** 0.5
         if kernels.adam is not None:
-            operations = kernels.adam(
-                params, grads, exp_avg, exp_avg_sq,
-                betas=self.betas, eps=self.eps, step_size=step_size, root_correction=root_correction,
-            )  # fmt: skip
-            if operations is not None:
+            constants = beta1, beta2, self.eps, step_size, root_correction, lr * weight_decay
+            if (operations := kernels.adam(params, grads, exp_avg, exp_avg_sq, *constants)) is not None:
                 flops(operations * params.shape[-1])
                 return
         if params.ndim > 2:  # pieces of a buffer that rows have in groups
             each: list[int] = []
             for piece in zip(params, grads, exp_avg, exp_avg_sq, strict=True):
-                self.update(*piece, step=step, flops=each.append, lr=lr)
+                self.update(*piece, step=step, flops=each.append, lr=lr, weight_decay=weight_decay)
             flops(sum(each) // len(each))
             return
         rows, length = params.shape
@@ -149,7 +143,8 @@ class Adam:
                 p, m, v = params[part], exp_avg[part], exp_avg_sq[part]
                 grad, tmp = g[: p.shape[0], : p.shape[1]], t[: p.shape[0], : p.shape[1]]
                 convert(grads[part], grad)
-                steps: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
+                passes: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
+                    *(((np.multiply, p, 1 - lr * weight_decay, p),) if weight_decay else ()),
                     (np.subtract, grad, m, tmp),  # m += (1 - beta1) * (g - m)
                     (np.multiply, tmp, 1 - beta1, tmp),
                     (np.add, m, tmp, m),
@@ -164,9 +159,9 @@ class Adam:
                     (np.divide, grad, tmp, grad),
                     (np.add, p, grad, p),
                 )
-                for operation, a, b, out in steps:
+                for operation, a, b, out in passes:
                     operation(a, out=out) if b is None else operation(a, b, out=out)
-                done += len(steps) * p.shape[0] * p.shape[1]
+                done += len(passes) * p.shape[0] * p.shape[1]
         flops(done // rows)
 
 

@@ -16,7 +16,7 @@ from math import prod
 from typing import overload
 
 from zerosim.bands import Array, Band, DType, Place
-from zerosim.kernels import NUMPY, Kernels
+from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.ledger import Ledger
 
 ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual

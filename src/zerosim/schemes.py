@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band, DType, Place
+from zerosim.bands import FP32, MODEL_STATES, PARAM_WIRES, WIRES, Array, Band, DType, Place
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
-from zerosim.kernels import choose
+from zerosim.kernels.choice import choose
 from zerosim.layers import Checkpointed, MicroBatch, Model, Pass
 from zerosim.ledger import Ledger, Phase, Report
 from zerosim.options import LossScale, Options
@@ -94,7 +94,7 @@ class Scheme:
             )
         rings = self.ring.split(options.node or ranks)
         self.ring = rings[0]
-        wire, wire_params = WIRES[options.wire], WIRES[options.wire_params or options.wire]
+        wire, wire_params = WIRES[options.wire], PARAM_WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
         self.ranks = Ranks(
             self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity,

@@ -441,7 +441,7 @@ def test_transient_bands_stand_apart(eyes: str) -> None:
     for band in TRANSIENT:
         for other in set(Band) - {band}:
             seen = [oklab(np.array(EYES[eyes]) @ linear(palette.BANDS[each])) for each in (band, other)]
-            rare = {band, other} & {Band.MAIN_GRADS, Band.BUFFERS, Band.BUCKET}
+            rare = {band, other} & {Band.MAIN_GRADS, Band.BUFFERS, Band.BUCKET, Band.PARTIAL, Band.SECONDARY}
             assert np.linalg.norm(seen[0] - seen[1]) > (0.08 if rare else 0.12), (band, other)
 
 

@@ -6,7 +6,7 @@ sources are named, nor stages, N or cards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,9 @@ from zerosim.bands import DType
 from zerosim.layers import Model
 from zerosim.model import MLP
 from zerosim.worlds.dry import Shapes
+
+Inputs = Callable[[int, int | None], Any]
+"""What a module is called with, for so many rows of such a length."""
 
 MOST_PARAMETERS = 10**15  # a thousand trillion; what is counted of it stays below 2**63
 
@@ -47,7 +50,10 @@ class ModelSource(Protocol):
     name: str
     sequence: int | None
     """The length of a row unless told otherwise; None where rows have no length."""
-    notes: list[str]
+
+    def notes_for(self, sequence: int | None) -> list[str]:
+        """What is to be said about it, for rows of that length."""
+        ...
 
     def prepare(self, load: Workload, rows: int) -> Prepared:
         """The model for micro-batches of ``load``, and a batch of ``rows`` rows in all. ValueError if it cannot be."""
@@ -63,7 +69,6 @@ class Perceptron:
         self.widths = list(widths)
         self.sequence: int | None = None
         self.name = f"MLP {'-'.join(map(str, widths)) if len(widths) < 9 else f'of {len(widths) - 1} layers'}"
-        self.notes = ["activations are fp32, whatever the precision of the parameters"]
         self._model = Shapes(MLP(self.widths))
         too_large(self._model.n_params)
 

@@ -128,7 +128,7 @@ def _model(runner: Runner) -> ModelRecord:
         buffers=by_role[Role.BUFFER],
         units=units,
         sequence=runner.question.sequence or source.sequence,
-        notes=source.notes,
+        notes=source.notes_for(runner.question.sequence or source.sequence),
     )
 
 

@@ -51,7 +51,7 @@ class TorchModelSource:
         notes: Sequence[str] = (),
         hint: str = "",
     ) -> None:
-        self.kind, self.name, self.sequence, self.notes = kind, name, sequence, list(notes)
+        self.kind, self.name, self.sequence, self._notes = kind, name, sequence, list(notes)
         self._module, self._inputs, self._wrap, self._most = module, inputs, wrap, most
         self._loss, self._target, self._hint = loss, target, hint
         too_large(sum(parameter.numel() for parameter in module.parameters()))

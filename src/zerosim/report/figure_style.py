@@ -78,8 +78,8 @@ def headline(figure: Figure, text: str) -> None:
 
 
 def legend(figure: Figure, *handles: Line2D | Patch) -> None:
-    """One line of keys below the figure."""
-    columns = -(-len(handles) // -(-len(handles) // 9))
+    """The keys below the figure, in one line if they fit."""
+    columns = -(-len(handles) // -(-len(handles) // int(1.1 * figure.get_figwidth())))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.5)
 
 
