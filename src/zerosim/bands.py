@@ -42,6 +42,7 @@ class Band(StrEnum):
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
     BUCKET = "gradient bucket"
+    SCALES = "optimizer scales"
 
 
 MODEL_STATES = (
@@ -110,6 +111,7 @@ class Precision:
             Band.ACTIVATIONS: FP32,
             Band.BUFFERS: FP32,
             Band.BUCKET: grads,
+            Band.SCALES: FP32,
         }
 
 

@@ -29,6 +29,7 @@ BANDS: Mapping[str, str] = {
     Band.ACTIVATIONS: "#A79E96",
     Band.BUFFERS: "#B43C00",
     Band.BUCKET: "#9C606C",
+    Band.SCALES: "#1DC4F3",
 }
 SCHEMES: Mapping[str, str] = {
     "data parallel": "#8F8F8F",
