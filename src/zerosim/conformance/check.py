@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerosim.bands import PRECISIONS
+from zerosim.bands import PRECISIONS, Array
 from zerosim.conformance import words
 from zerosim.conformance.board import Doing, Mismatch
 from zerosim.conformance.expected import expected, owns_parameters, parameters, rule_of
@@ -123,10 +123,12 @@ class Check:
         local = LocalGradients(net, self.layout, lambda module, x, y: loss(call(module, x), y), cast=forward is None)
         self._local, rule = local, self.layout.parameters[0].rule
         self._expect = lambda x, y: expected(local.module, units, loss, row, self.ranks, recipe, rule, x, y)
-        self._observer = observed.ready(self._side, self._patience, local.tensors())
+        self._observer = observed.ready(self._side, self._patience, local.tensors(), local.module)
         if self.rank == 0:
             dtype = numpy_dtype(next(net.parameters()).dtype)
-            self._judge = Judge(self.layout, row, self.ranks, recipe, dtype, local, self._expect, board.beat)
+            self._judge = Judge(
+                self.layout, row, self.ranks, recipe, dtype, local, self._expect, self._search, board.beat
+            )
 
     # -- what a user calls
 
@@ -281,10 +283,18 @@ class Check:
         if self.rank:
             _leave_out(seen, digests, self.layout)
         everyone = self._side.gather(seen)
-        new: list[Finding] = []
         if self._judge is not None and everyone is not None:
             new = self._judge.step(everyone)
-        self.findings += self._side.broadcast(new)
+            self.findings += self._side.broadcast(("found", new))[1]
+            return
+        while (order := self._side.broadcast(None))[0] == "search":
+            self._side.gather(self._observer.look_for_state(order[1]))
+        self.findings += order[1]
+
+    def _search(self, grad: Array) -> list[dict[str, list[Piece]]] | None:
+        """Have every rank look for its optimizer's state; only rank 0 asks."""
+        self._side.broadcast(("search", grad))
+        return self._side.gather(self._observer.look_for_state(grad))
 
     def _fail(self, error: BaseException) -> None:
         """The step has raised. Whoever caused it is named once; a rank that only suffers from it ends quietly."""
