@@ -19,9 +19,9 @@ from zerosim.bands import PRECISIONS, Array
 from zerosim.conformance import words
 from zerosim.conformance.board import Doing, Mismatch
 from zerosim.conformance.expected import expected, owns_parameters, parameters, rule_of
+from zerosim.conformance.judge import Judge
 from zerosim.conformance.layout import Layout, Piece
 from zerosim.conformance.local_gradients import LocalGradients, default_forward
-from zerosim.conformance.judge import Judge
 from zerosim.conformance.observer import Observer
 from zerosim.conformance.patience import OutOfOrder, Patience
 from zerosim.conformance.recording import Recorder
@@ -205,7 +205,9 @@ class Check:
         if self._recorder is not None:
             self.close()
             if self.rank == 0:
-                print(f"recorded {self._steps} steps in {self._recorder.folder}/: zerosim check {self._recorder.folder}")
+                print(
+                    f"recorded {self._steps} steps in {self._recorder.folder}/: zerosim check {self._recorder.folder}"
+                )
             return None
         found = self.verdict()
         self.findings = found.findings
@@ -253,7 +255,9 @@ class Check:
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else list(zip(names, tensors, strict=True))
         for name, each in pairs:
             if name not in self.layout:
-                raise ValueError(f"check.band(tensors): there is no parameter {name!r}; there are {', '.join(names[:8])}.")
+                raise ValueError(
+                    f"check.band(tensors): there is no parameter {name!r}; there are {', '.join(names[:8])}."
+                )
             if not isinstance(offset, Mapping) and each is not None and tuple(each.shape) != self.layout.shape(name):
                 raise ValueError(
                     f"check.band(tensors): {name} has shape {list(self.layout.shape(name))}; got {list(each.shape)}. "

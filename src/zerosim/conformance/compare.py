@@ -14,7 +14,7 @@ from zerosim.bands import Array
 from zerosim.conformance import diagnose
 from zerosim.conformance.culprits import Culprit, Wrong, culprit
 from zerosim.conformance.evidence import Evidence
-from zerosim.conformance.intervals import U, Interval, State, rounded, unit
+from zerosim.conformance.intervals import Interval, State, U, rounded, unit
 from zerosim.conformance.reading import Rows, union
 from zerosim.records.conformance import Cause, Finding
 

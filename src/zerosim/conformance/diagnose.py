@@ -105,7 +105,9 @@ def _by_gradient(e: Evidence) -> Iterator[Trial]:
 def _factor(e: Evidence, index: Array, values: Array) -> Array:
     """How many times as large as the average a faulty gradient is, and its errors with it."""
     with np.errstate(invalid="ignore"):
-        found: Array = np.clip(np.nan_to_num(np.abs(values)) / np.maximum(np.abs(e.average.middle[index]), 1e-300), 1, 1e9)
+        found: Array = np.clip(
+            np.nan_to_num(np.abs(values)) / np.maximum(np.abs(e.average.middle[index]), 1e-300), 1, 1e9
+        )
     return found
 
 
@@ -300,5 +302,3 @@ def finding(e: Evidence, band: str, wrong: Wrong, who: Culprit, named: Named, mo
         step=e.step, rank=who.rank, band=band, cause=named.cause, text=" ".join(parts), parameter=name, start=within,
         stop=last, wrong=int(mask.sum()), total=int(known.sum()), largest=largest,
     )  # fmt: skip
-
-

@@ -164,7 +164,9 @@ def _micro_batches(e: Evidence) -> Iterator[OfGradient]:
     for number in range(k):
         rest = e.mean([sum(each.parts) - each.parts[number] for each in e.local]) / k
         yield OfGradient(
-            Cause.ACCUMULATION, f"Micro-batch {number + 1} of {k} is missing from it.", lambda i, _, p=rest: p[i]  # type: ignore[misc]
+            Cause.ACCUMULATION,
+            f"Micro-batch {number + 1} of {k} is missing from it.",
+            lambda i, _, p=rest: p[i],  # type: ignore[misc]
         )
 
 
@@ -314,7 +316,9 @@ def of_update(e: Evidence) -> Iterator[OfUpdate]:
         yield OfUpdate(
             Cause.OPTIMIZER, "The moments are not corrected for their bias.", under(Variant(corrected=False))
         )
-        yield OfUpdate(Cause.OPTIMIZER, "eps is added before the square root, not after.", under(Variant(eps_inside=True)))
+        yield OfUpdate(
+            Cause.OPTIMIZER, "eps is added before the square root, not after.", under(Variant(eps_inside=True))
+        )
         swapped = Variant(swapped=True)
         if len(e.history) == t:
             yield OfUpdate(
@@ -323,7 +327,9 @@ def of_update(e: Evidence) -> Iterator[OfUpdate]:
             )  # fmt: skip
     if t > 0 and any(rule.states for rule in rules):
         yield OfUpdate(
-            Cause.STATE, "The optimizer's state is lost: it is new in this step.", under(Variant(forget=True), updates=0)
+            Cause.STATE,
+            "The optimizer's state is lost: it is new in this step.",
+            under(Variant(forget=True), updates=0),
         )
         yield OfUpdate(
             Cause.STATE, "The optimizer's state is lost, its step count is not.", under(Variant(forget=True))
@@ -362,7 +368,10 @@ def _numbers(e: Evidence, under: Callable[..., Callable[[Array, Array], Interval
     yield OfUpdate(Cause.OPTIMIZER, "The update has the wrong sign.", under(Variant(ascent=True)))
     if any(rule.weight_decay for rule in rules):
         yield OfUpdate(Cause.OPTIMIZER, "There is no weight decay.", under(Variant(decay="none")))
-        for decoupled, how in ((True, "added to the gradient, as Adam's"), (False, "taken off the parameter, as AdamW's")):
+        for decoupled, how in (
+            (True, "added to the gradient, as Adam's"),
+            (False, "taken off the parameter, as AdamW's"),
+        ):
             if any(rule.decoupled is decoupled and rule.weight_decay for rule in rules):
                 which = "coupled" if decoupled else "decoupled"
                 yield OfUpdate(Cause.OPTIMIZER, f"Weight decay is {how} is.", under(Variant(decay=which)))

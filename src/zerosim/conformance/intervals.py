@@ -52,9 +52,7 @@ class Interval(NamedTuple):
     def times(self, low: float, high: float | None = None) -> Interval:
         """Multiplied by a number of 0 or more, or by any between two such."""
         high = low if high is None else high
-        return Interval(
-            np.minimum(self.lo * low, self.lo * high), np.maximum(self.hi * low, self.hi * high)
-        )
+        return Interval(np.minimum(self.lo * low, self.lo * high), np.maximum(self.hi * low, self.hi * high))
 
     def plus(self, other: Interval) -> Interval:
         return Interval(self.lo + other.lo, self.hi + other.hi)
@@ -177,9 +175,7 @@ def _adam(rule: Rule, state: State, grad: Interval, step: int, variant: Variant)
     }
 
 
-def _extremes(
-    a: Interval, c: Interval, g: Interval, b: float, d: float, eps: float
-) -> tuple[Array, Array]:
+def _extremes(a: Interval, c: Interval, g: Interval, b: float, d: float, eps: float) -> tuple[Array, Array]:
     """The least and the most of (a + b g) / (sqrt(c + d g²) + eps) over a, c and g in their intervals.
 
     It grows with a and, in size, falls with c, so these two are at their ends; in g it has two turning

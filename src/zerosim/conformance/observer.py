@@ -19,9 +19,9 @@ from zerosim.conformance.collectives import Watch
 from zerosim.conformance.layout import Layout, Matcher, Memory, Piece, array_of, assemble
 from zerosim.conformance.optimizers import Optimizers, Runs
 from zerosim.conformance.patience import Patience
+from zerosim.conformance.search import State
 from zerosim.conformance.seen import Seen, copied, leaves, sliced
 from zerosim.conformance.side import Side
-from zerosim.conformance.search import State
 from zerosim.conformance.storages import Storages
 from zerosim.real_ranks.meter import Counters, Kernel, tcp_sockets
 from zerosim.records.conformance import Asked
@@ -34,9 +34,7 @@ Handed = Callable[[], list[Piece]]
 class Observer:
     """A rank's eyes on ``net``, whose parameters lie as ``layout`` has it."""
 
-    def __init__(
-        self, net: torch.nn.Module, layout: Layout, loss: Callable[[Any, Any], Any], *, memory: bool
-    ) -> None:
+    def __init__(self, net: torch.nn.Module, layout: Layout, loss: Callable[[Any, Any], Any], *, memory: bool) -> None:
         self.net, self.layout, self.loss = net, layout, loss
         self._storages = Storages(self._parameters(), counting=memory)
         self._lasting: dict[str, tuple[str, Handed, Sequence[Tensor]]] = {}  # handed over, by what and of whom
@@ -260,7 +258,11 @@ class Observer:
         return self._owned if given else []
 
     def _by_band(self, net: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-        bands: dict[str, list[Tensor]] = {"params": list(net.values()), "grads": [], "optimizer state": [*self._optimizers.tensors, *self._state.tensors]}
+        bands: dict[str, list[Tensor]] = {
+            "params": list(net.values()),
+            "grads": [],
+            "optimizer state": [*self._optimizers.tensors, *self._state.tensors],
+        }
         bands["grads"] = [each.grad for each in net.values() if each.grad is not None]
         for name, _, tensors in self._lasting.values():
             kind = name.removeprefix("handed ") if name in ("params", "handed grads") else "optimizer state"

@@ -110,7 +110,9 @@ class Beginnings:
         differs = was & there & (shards != created)
         others = np.unique(owner[differs])
         if len(others) and others[0] > 0 and len(own) > 1:  # not rank 0's, or it was loaded from elsewhere since
-            return self._starts(seen[0].step, int(others[0]), "rank 0", differs, np.abs(shards.astype(np.float64) - created))
+            return self._starts(
+                seen[0].step, int(others[0]), "rank 0", differs, np.abs(shards.astype(np.float64) - created)
+            )
         return None
 
     def _starts(self, step: int, rank: int, whose: str, differs: Array, off: Array) -> Finding:
