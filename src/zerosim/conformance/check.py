@@ -19,9 +19,9 @@ from zerosim.bands import PRECISIONS
 from zerosim.conformance import words
 from zerosim.conformance.board import Doing, Mismatch
 from zerosim.conformance.expected import expected, owns_parameters, parameters, rule_of
+from zerosim.conformance.judge import Judge
 from zerosim.conformance.layout import Layout, Piece
 from zerosim.conformance.local_gradients import LocalGradients, default_forward
-from zerosim.conformance.judge import Judge
 from zerosim.conformance.observer import Observer
 from zerosim.conformance.patience import OutOfOrder, Patience
 from zerosim.conformance.recording import Recorder

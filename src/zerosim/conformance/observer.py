@@ -22,7 +22,7 @@ from zerosim.conformance.patience import Patience
 from zerosim.conformance.seen import Seen, copied, leaves, sliced
 from zerosim.conformance.side import Side
 from zerosim.conformance.storages import Storages
-from zerosim.real_ranks.meter import Counters, Kernel, tcp_sockets
+from zerosim.real_ranks.meter import Counters, Kernel
 from zerosim.records.conformance import Asked
 
 Tensor = Any
@@ -48,7 +48,7 @@ class Observer:
 
     def ready(self, side: Side, patience: Patience, own: Sequence[Tensor]) -> Observer:
         """Everything is there: the rank, who must be told of what it does, and what of the memory is the check's."""
-        self.kernel = Kernel(tcp_sockets() - side.sockets)
+        self.kernel = Kernel(side.sockets)
         if self._storages is not None:
             self._storages.ignore(own)
         self.rank, self.patience = side.rank, patience
