@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from zerosim.torch_models.alike import Alike
 from zerosim.torch_models.intercept import intercepted, map_tensors, origins, tensors
 from zerosim.torch_models.op_counters import Flops, Fused, Watch
-from zerosim.torch_models.saved_tensors import Kept, Tape, total
+from zerosim.torch_models.saved_tensors import Kept, SavedTensors, total
 from zerosim.torch_models.units import Unit, numpy_dtype
 from zerosim.worlds.shapes import Tensor, UnitShapes
 
@@ -55,22 +56,26 @@ class Run:
     """One forward of a module without values, unit by unit."""
 
     def __init__(
-        self, module: torch.nn.Module, units: Sequence[Unit], given: Sequence[torch.Tensor], checkpoint: str
-    ) -> None:
+        self, module: torch.nn.Module, units: Sequence[Unit], given: Sequence[torch.Tensor], checkpoint: str,
+        idle: bool = False,
+    ) -> None:  # fmt: skip
         self._module, self._units, self._checkpoint = module, units, checkpoint
+        self._idle = idle
+        self.idle: list[Unit] = []  # units that the forward pass does not reach
         self.groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
         # What containers hold themselves is there from the beginning.
         self.calls = [_Call(unit, unit.name) for unit in units if unit.container]
         self._around = self.calls[-1].around if self.calls else Cost()
         self._known: dict[Any, tuple[Cost, set[str]]] = {}
+        self._alike, self._seen = Alike(), dict[Any, tuple[Cost, set[str], Any, set[str | int]]]()
         self._producers: dict[int, int] = {}  # the call that gave an output, by the output's id
         self._flops, self._outside = Flops(), 0
         self._walked: set[Any] = set()
-        self._tape = Tape({f"input {index}": tensor for index, tensor in enumerate(given)}, hold=True)
+        self._saved = SavedTensors({f"input {index}": tensor for index, tensor in enumerate(given)}, hold=True)
         for unit in units:
             for part in unit.parts:
                 for name, tensor in zip(part.names, part.tensors, strict=True):
-                    self._tape.know(f"{unit.name}.{name}" if not unit.container else "", tensor)
+                    self._saved.know(f"{unit.name}.{name}" if not unit.container else "", tensor)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module returns for these inputs."""
@@ -78,17 +83,25 @@ class Run:
             for context in (*_settings(), self._flops):
                 stack.enter_context(context)
             stack.enter_context(intercepted(self._module, self._units, self._call))
-            with self._tape.recording():
+            with self._saved.recording():
                 output = self._module(*args, **kwargs)
             self._left_containers(_found(output))
         called = {call.unit for call in self.calls}
         for unit in self._units:
-            if unit.parts and unit not in called:
+            if not unit.parts or unit in called or self._shared(unit, called):
+                continue
+            self.idle.append(unit)
+            if not self._idle:
                 raise ValueError(
                     f"measure(wrap): the forward pass never calls {unit.name}, though it has parameters or buffers. "
                     f"Match a module around it that is called, or leave it out of the model."
                 )
         return output
+
+    def _shared(self, unit: Unit, called: set[Unit]) -> bool:
+        """Whether all that a unit has is used by others, which are called: a tied embedding that is not itself."""
+        used = {id(tensor) for other in called for part in other.parts for tensor in part.tensors}
+        return all(id(tensor) in used for part in unit.parts for tensor in part.tensors)
 
     def loss(self, loss: Loss, output: Any, target: torch.Tensor) -> UnitShapes:
         """What the loss keeps and costs, and which calls its gradient goes to."""
@@ -98,22 +111,22 @@ class Run:
             for context in _settings():
                 stack.enter_context(context)
             watch = stack.enter_context(Watch([*there.values(), *self._owned()]))
-            tape = Tape(there, hold=True)
-            with tape.recording():
+            record = SavedTensors(there, hold=True)
+            with record.recording():
                 value = loss(output, target)
             if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
                 raise ValueError(
                     f"measure(loss): must return one number that depends on a trainable parameter; got {value!r}."
                 )
-            cost, grads = _cost(tape, {}, [value], found, watch)
-        self._take(tape, {name: tensor for name, tensor in there.items() if tensor is not target})
+            cost, grads = _cost(record, {}, [value], found, watch)
+        self._take(record.touched, {name: tensor for name, tensor in there.items() if tensor is not target})
         used = [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None]
         return UnitShapes(name="loss", feeds=self._feeds(used), **vars(cost))
 
     def units(self) -> list[UnitShapes]:
         """What was seen, call by call."""
-        kept = list(map(_kept, self._tape.finish({})))
-        if wrong := sorted(name for name in self._tape.touched if name and not str(name).startswith("input ")):
+        kept = list(map(_kept, self._saved.finish({})))
+        if wrong := sorted(name for name in self._saved.touched if name and not str(name).startswith("input ")):
             raise ValueError(
                 f"measure(wrap): {', '.join(map(str, wrong))} is read outside the forward pass of its unit, where it "
                 f"may not have been gathered. Use it in a module of its own that shares it, or match a module "
@@ -155,16 +168,20 @@ class Run:
         if not self.calls:
             call.around = self._around
         there = {f"x{index}": tensor for index, tensor in enumerate(leaves.values())}
-        call.cost, fed, output, tape = self._measured(unit, forward, args, kwargs, there)
+        key = self._alike.key(self._module.get_submodule(unit.path), args, kwargs)
+        if key not in self._seen:  # of calls that are alike one is run
+            cost, fed, output, record = self._measured(unit, forward, args, kwargs, there)
+            self._seen[key] = cost, fed, map_tensors(_anew, output), record.touched
+        call.cost, fed, output, touched = self._seen[key]
         distinct = {f"x{index}": tensor for index, tensor in enumerate({id(each): each for each in taken}.values())}
-        self._take(tape, distinct, everything=self._checkpoint != "none" and unit.matched)
+        self._take(touched, distinct, everything=self._checkpoint != "none" and unit.matched)
         call.feeds = set(self._feeds([distinct[name] for name in fed]))
-        call.kept_before = self._tape.count
+        call.kept_before = self._saved.count
         fresh = map_tensors(_anew, output)
         call.outputs = tensors(fresh)
         for tensor in call.outputs:
             self._producers[id(tensor)] = len(self.calls)
-            self._tape.know("", tensor)
+            self._saved.know("", tensor)
         self.calls.append(call)
         self._around = call.around
         self._outside = self._flops.total
@@ -172,7 +189,7 @@ class Run:
 
     def _measured(
         self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, there: Mapping[str, torch.Tensor]
-    ) -> tuple[Cost, set[str], Any, Tape]:
+    ) -> tuple[Cost, set[str], Any, SavedTensors]:
         """The cost of one call, the names of ``there`` that it gives gradients, its output, and what it saved.
 
         Of calls whose forward is the same, operation by operation, one has a backward.
@@ -182,8 +199,8 @@ class Run:
         needing = [*(there[name] for name in names), *(tensor for tensor in own if tensor.requires_grad)]
         selective = self._checkpoint == "selective" and unit.matched
         with Watch([*there.values(), *own], selective=selective) as watch:
-            tape = Tape({**there, **{f"p{index}": tensor for index, tensor in enumerate(own)}}, hold=True)
-            with tape.recording():
+            record = SavedTensors({**there, **{f"p{index}": tensor for index, tensor in enumerate(own)}}, hold=True)
+            with record.recording():
                 output = forward(*args, **kwargs)
             outputs = {f"y{index}": tensor for index, tensor in enumerate(tensors(output))}
             signature = (
@@ -193,16 +210,16 @@ class Run:
             )
             if signature not in self._known:
                 ends = [tensor for tensor in outputs.values() if tensor.requires_grad]
-                cost, grads = _cost(tape, outputs, ends, needing, watch)
+                cost, grads = _cost(record, outputs, ends, needing, watch)
                 given = zip(names, grads, strict=False)  # first those of ``there``, then the parameters'
                 self._known[signature] = cost, {name for name, grad in given if grad is not None}
-        return *self._known[signature], output, tape
+        return *self._known[signature], output, record
 
-    def _take(self, tape: Tape, given: Mapping[str, torch.Tensor], everything: bool = False) -> None:
+    def _take(self, touched: set[str | int], given: Mapping[str, torch.Tensor], everything: bool = False) -> None:
         """What was passed on by containers, and is no unit's output, is kept if the one that took it keeps it."""
         for name, tensor in given.items():
-            if everything or name in tape.touched:
-                self._tape.keep(tensor)
+            if everything or name in touched:
+                self._saved.keep(tensor)
 
     def _left_containers(self, taken: Sequence[torch.Tensor]) -> None:
         """The containers' own FLOPs since the last call: what they did, and the backward of what they pass on."""
@@ -226,14 +243,14 @@ class Run:
 
 
 def _cost(
-    tape: Tape,
+    record: SavedTensors,
     outputs: Mapping[str, torch.Tensor],
     ends: Sequence[torch.Tensor],
     needing: Sequence[torch.Tensor],
     watch: Watch,
 ) -> tuple[Cost, Sequence[torch.Tensor | None]]:
-    """What a run that has just been taped came to, and its backward from ``ends`` to the leaves ``needing`` it."""
-    all_kept = tape.finish(outputs)
+    """What a run that has just been recorded came to, and its backward from ``ends`` to the leaves ``needing`` it."""
+    all_kept = record.finish(outputs)
     chosen = {id(tensor.untyped_storage()): Kept(tensor.untyped_storage(), tensor.dtype) for tensor in watch.chosen}
     for tensor in outputs.values():
         chosen.pop(id(tensor.untyped_storage()), None)
