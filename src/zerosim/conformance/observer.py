@@ -88,6 +88,7 @@ class Observer:
         stack.enter_context(self._optimizers)
         stack.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
         torch.autograd.backward = self._backward(torch.autograd.backward)
+        stack.enter_context(self._storages.resizing())
         self._counted = self._count()
         stack.enter_context(self._watch)
 
