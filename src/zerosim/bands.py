@@ -29,12 +29,16 @@ DType = np.dtype[Any]
 class Place(StrEnum):
     """Where an array lives: every rank has a card and its part of the host's memory."""
 
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
+
     CARD = "card"
     HOST = "host"
 
 
 class Band(StrEnum):
     """One kind of thing that a rank holds. Down to the momentum they are the model states."""
+
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
 
     PARAMS = "params"
     GRADS = "grads"
