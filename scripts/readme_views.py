@@ -25,11 +25,11 @@ class Scheme:
 
     def __init__(self, lab: Lab, recorded: SchemeRecord) -> None:
         self._lab, self._record = lab, recorded
-        self.name, self.stage = recorded.name, recorded.stage
+        self.name, self.row = recorded.name, recorded.row
         states = theory.STATES[lab.results.settings.precision]
         self.whole = sum(states.values())
         """Bytes per parameter of all model states."""
-        self.unshared = sum(each for band, each in states.items() if self.stage < theory.SHARDED_FROM.get(band, 1))
+        self.unshared = sum(each for band, each in states.items() if not self.row.shards(band))
         """Those that stay on every rank, according to the closed forms."""
         self.shared = self.whole - self.unshared
 
@@ -276,7 +276,7 @@ class Planned:
     @property
     def lowest(self) -> Cell:
         """The lowest stage that fits."""
-        cell = self.found.lowest(self.n)
+        cell = self.found.first_fit(self.n)
         assert cell is not None
         return cell
 

@@ -55,6 +55,7 @@ class Band(StrEnum):
     SCALARS = "scalars"  # norms, flags and counts, as the ranks tell each other
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
+    CHECKPOINT = "checkpoint"  # what is copied to be written
     BUCKET = "gradient bucket"
 
 
@@ -65,6 +66,7 @@ MODEL_STATES = (
 FP32: DType = np.dtype(np.float32)
 FP16: DType = np.dtype(np.float16)
 BF16: DType = np.dtype(ml_dtypes.bfloat16)
+INT8: DType = np.dtype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Precision:
             Band.SCALARS: FP32,
             Band.ACTIVATIONS: FP32,
             Band.BUFFERS: FP32,
+            Band.CHECKPOINT: np.dtype(np.uint8),
             Band.BUCKET: grads,
         }
 
@@ -144,3 +147,4 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 WIRES: Mapping[str, DType] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+PARAM_WIRES: Mapping[str, DType] = {**WIRES, "int8": INT8}  # parameters can be sent as blocks of int8, with scales

@@ -26,10 +26,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Shaped
 
-from zerosim.bands import FP32, Array, DType
+from zerosim.bands import FP32, INT8, Array, DType
 from zerosim.kernels.operations import Handed
 from zerosim.ledger import Counts, Ledger, Traffic
 from zerosim.ranks import Workspace
+from zerosim.util import int8
 from zerosim.util.casts import convert
 
 Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
@@ -108,8 +109,9 @@ class Comm:
     """The collectives of one process's ranks.
 
     ``wire`` is the dtype that blocks are sent in: they are cast from the buffer's dtype as
-    they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
-    in flight, one going and one coming; ``ledger`` is told of every hop.
+    they leave and back as they land. With int8 a block is packed, its scales within, and everybody has
+    what that comes to, its owner too; it is for gathering alone. ``blocks`` provides the two blocks that a
+    rank needs in flight, one going and one coming; ``ledger`` is told of every hop.
 
     Where all ranks are in this process and their kernels can, all hops of a collective are made in one
     call, which counts them as it makes them.
@@ -162,9 +164,9 @@ class Comm:
                 for rows, mine in next(summands):
                     grid(block)[rows] = mine
                 for sent, pieces in enumerate(summands, start=1):
-                    arrived = grid(hop(block, spare, sent))
+                    arrived, total = grid(hop(block, spare, sent)), grid(spare)
                     for rows, mine in pieces:
-                        np.add(arrived[rows], mine, out=grid(spare)[rows])
+                        np.add(arrived[rows], mine, out=total[rows])
                     block, spare = spare, block
             total = block if self.wire == FP32 else block.astype(FP32)
             np.multiply(total, np.float32(scale), out=total)
@@ -191,23 +193,23 @@ class Comm:
             np.copyto(own, place)
         own = own.reshape(place.shape)
         with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
-            self._convert(own, block.reshape(place.shape))
+            own = self._leave(own, block)
             for sent in range(0 if self._copy_at_once(buffer, size, start, block, traffic) else n - 1):
                 arrived = hop(block, spare, sent)
                 if arrived is spare:  # and has to be written before the next one arrives
                     for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        self._convert(self.ring.grid(arrived)[rows], chunk)
+                        self._land(self.ring.grid(arrived)[rows], chunk)
                     block, spare = spare, block
                 elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
-                    self.ring.spread(self._landed(arrived, buffer.dtype), buffer)
+                    self.ring.spread(self._landed(arrived, buffer), buffer)
         self._convert(own, place)
 
-    def _landed(self, block: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
-        """A block in the dtype that it is written in: itself, or a register."""
-        if block.dtype == dtype:
+    def _landed(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
+        """A block in the dtype of the buffer that it is written to: itself, or a register."""
+        if block.dtype == buffer.dtype:
             return block
-        landed = np.empty_like(block, dtype)
-        self._convert(block, landed)
+        landed = np.empty_like(buffer, shape=(len(block), buffer.shape[1] // self.ring.size))
+        self._land(block, landed)
         return landed
 
     # -- all hops in one call
@@ -232,9 +234,9 @@ class Comm:
     ) -> bool:
         """Whether a kernel has made all the hops of an all-gather."""
         kernel, ring = self.blocks.kernels.ring_copies, self.ring
-        if kernel is None or not ring.here or not self.blocks.kernels.rings(buffer.size):
+        if kernel is None or not ring.here or self.wire == INT8 or not self.blocks.kernels.rings(buffer.size):
             return False
-        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer.dtype))
+        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer))
         handed = Handed(table.shape[0], ring.size)
         done = kernel(lanes, table, self.wire.itemsize, self._padding_by_chunk(table, size, start), handed)
         if done:
@@ -263,6 +265,27 @@ class Comm:
         traffic.hops(messages, sent, received, by_rank)
 
     # -- in flight
+
+    def _leave(self, own: Shaped[Array, "... C"], block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
+        """Write what each rank owns to a block, as it is sent; what it is to everybody, the owner included."""
+        if self.wire != INT8:
+            self._convert(own, block.reshape(own.shape))
+        elif self.ring.size > 1:  # to nobody, nothing is rounded
+            int8.pack(own, block)
+            own = np.empty_like(own)
+            int8.unpack(block, own)
+        return own
+
+    def _land(self, block: Shaped[Array, "... C"], out: Shaped[Array, "... C"]) -> None:
+        """Write a block that has arrived, in the dtype of ``out``."""
+        if self.wire == INT8:
+            int8.unpack(block, out)
+        else:
+            self._convert(block, out)
+
+    def _length(self, count: Any) -> Any:
+        """Of a block with so many elements, one number or several."""
+        return int8.length(count) if self.wire == INT8 else count
 
     def _flight(self, buffer: Array, size: int, start: Any, collective: str, band: str, unit: str) -> _Flight:
         """The two blocks of a collective, held while it runs, its hop, and where that is counted."""
@@ -293,7 +316,8 @@ class Comm:
         chunk, some = padded // self.ring.size, max(1, _COUNTED // len(beyond))
         for first in range(0, len(offsets), some):
             ends = (np.add.outer(self.ring.members, offsets[first : first + some]) % self.ring.size + 1) * chunk
-            beyond += np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk).sum(axis=1)
+            pads = np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk)
+            beyond += (self._length(chunk) - self._length(chunk - pads)).sum(axis=1)
         return beyond * self.wire.itemsize
 
 
@@ -310,7 +334,7 @@ class _Flight:
         comm = self._comm
         self._offsets: list[int] = []
         traffic = self._traffic = self._sending.__enter__()
-        chunk, block = self._padded // comm.ring.size, None
+        chunk, block = comm._length(self._padded // comm.ring.size), None
         try:
             block = self._block = comm.blocks.hold(chunk)
             spare = self._spare = comm.blocks.hold(chunk)

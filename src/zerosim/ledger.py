@@ -129,12 +129,14 @@ class Report:
 
     ``peak`` counts everything; ``peak_without_activations`` leaves out what does not scale
     with the parameters. ``traffic`` is keyed by (collective, band), ``copies`` over the host link by
-    (place that they went to, band). ``host`` and ``host_peak`` are the host's memory. ``complete`` is False
+    (place that they went to, band). ``host`` and ``host_peak`` are the host's memory.
+    ``losses`` are those of each rank here, over its micro-batches. ``complete`` is False
     for a step that ended early, by an out-of-memory error say; its numbers stand up to there.
     """
 
     step: int
     loss: float = float("nan")
+    losses: list[float] = field(default_factory=list)
     mean_of_means: float = float("nan")  # of the ranks' losses, which is another number where they are uneven
     norm: float | None = None
     scale: float = 1.0
@@ -213,7 +215,7 @@ class Ledger:
         self._without = 0  # the total less the bands that are apart
         self._open = Report(step=0)  # what happens before the first step is booked here
         self._closed_sent: Counts = np.zeros(rows, np.int64)
-        self._closed_peak = self._closed_peak_without = Peak()
+        self._closed_peak = self._closed_peak_without = self._closed_host_peak = Peak()
         self._highest = self._highest_without = 0  # of the open report, and what was held there, until it is read
         self._instant: _Instant | None = None
         self._instant_without: _Instant | None = None
@@ -346,7 +348,7 @@ class Ledger:
     def _close(self) -> None:
         """Fold the open report into the totals since the beginning."""
         self._closed_sent += self._open_sent()
-        self._closed_peak = self.peak()
+        self._closed_peak, self._closed_host_peak = self.peak(), self.host_peak()
         self._closed_peak_without = self.peak_without_activations()
         self._open = Report(step=0)
         self._highest = self._highest_without = 0
@@ -363,6 +365,10 @@ class Ledger:
     def peak(self) -> Peak:
         """The highest instant so far, everything counted."""
         return max(self._closed_peak, self._settle().peak, key=lambda peak: peak.total)
+
+    def host_peak(self) -> Peak:
+        """The highest instant so far of the host's memory."""
+        return max(self._closed_host_peak, self._open.host_peak, key=lambda peak: peak.total)
 
     def peak_without_activations(self) -> Peak:
         """The highest instant so far of what scales with the parameters."""

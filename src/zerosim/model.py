@@ -50,7 +50,7 @@ class Linear:
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Float[Array, "R B O"], given: Pass) -> Float[Array, "R B I"] | None:
-        (x, y), (params, work, grads, need_dx) = saved, given
+        (x, y), (params, work, grads, need_dx) = saved, given[:4]
         if self.relu:
             np.multiply(dy, y > 0, out=dy)
         work.free(y)

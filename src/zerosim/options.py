@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any, Literal, TypeVar, get_args
 
-from zerosim.bands import PRECISIONS, WIRES, Band, Precision
+from zerosim.bands import PARAM_WIRES, PRECISIONS, WIRES, Band, Precision
 from zerosim.kernels.operations import Choice
 from zerosim.optimizer import SGD, Adam
 from zerosim.util.arguments import instance_of, integer, one_of
@@ -57,7 +57,7 @@ class Options:
     * ``precision``: ``"mixed"`` (fp16 working copy, fp32 master and moments), ``"bf16"``, ``"fp32"``, or
       another of ``bands.PRECISIONS``.
     * ``wire``: the dtype that blocks are sent in, ``"fp32"``, ``"fp16"`` or ``"bf16"``; ``wire_params`` that
-      of parameters, if it is another.
+      of parameters, if it is another, or ``"int8"``: blocks of 256 that share an fp32 scale (ZeRO++'s qwZ).
     * ``gather``: ZeRO-3 gathers ``"layer"`` by layer and releases at once, or the whole ``"model"``;
       ``prefetch``: how many further layers it gathers before one computes.
     * ``bucket``: one flat buffer per ``"layer"``, one for the ``"model"``, or an integer: consecutive layers
@@ -135,13 +135,20 @@ class Options:
         if self.sync is not None:
             one_of("Scheme", "sync", self.sync, get_args(Sync))
         if self.wire_params is not None:
-            one_of("Scheme", "wire_params", self.wire_params, WIRES)
+            one_of("Scheme", "wire_params", self.wire_params, PARAM_WIRES)
         self._check_wires()
 
     def _check_wires(self) -> None:
         grads = self.recipe.dtypes(WIRES[self.wire])[Band.UNREDUCED]
         wires = [("wire", self.wire, grads), ("wire_params", self.wire_params or self.wire, self.recipe.working)]
         for option, given, carried in wires:
+            if given == "int8":
+                if self.recipe.master or not self.recipe.everywhere:
+                    continue
+                raise ValueError(
+                    f"Scheme(wire_params): what int8 rounds must be kept exactly, by master weights, and "
+                    f"precision={self.precision!r} has none. Use precision='mixed' or 'bf16', or leave wire_params out."
+                )
             if given != "fp32" and WIRES[given] != carried:
                 option = "wire" if given == self.wire else option
                 raise ValueError(
@@ -164,6 +171,8 @@ class Options:
 
 def chosen(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     """The options with those keywords in their place. TypeError, naming what there is, for one that is unknown."""
+    if options is not None:
+        instance_of("Scheme", "options", options, Options)
     known = Options.__dataclass_fields__
     if unknown := [name for name in keywords if name not in known]:
         raise TypeError(f"Scheme: there is no option {unknown[0]!r}. Use one of {', '.join(known)}.")

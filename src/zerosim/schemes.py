@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band, DType, Place
+from zerosim.bands import FP32, MODEL_STATES, PARAM_WIRES, WIRES, Array, Band, DType, Place
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
@@ -94,7 +94,7 @@ class Scheme:
             )
         rings = self.ring.split(options.node or ranks)
         self.ring = rings[0]
-        wire, wire_params = WIRES[options.wire], WIRES[options.wire_params or options.wire]
+        wire, wire_params = WIRES[options.wire], PARAM_WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
         self.ranks = Ranks(
             self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity,
@@ -145,6 +145,7 @@ class Scheme:
                     losses.append(self._micro_batch(each, total, last=index == len(micro_batches) - 1))
                 self._apply(report)
                 report.loss = report.mean_of_means = float(np.mean(np.concatenate(losses)))
+                report.losses = [float(np.mean(each)) for each in np.stack(losses, axis=1)]
                 if total is not None:
                     shares = np.concatenate([each.weights for each in micro_batches])
                     report.loss = float(np.average(np.concatenate(losses), weights=shares))

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from zerosim.bands import PRECISIONS, Band
 from zerosim.cli import corroborate as corroboration
+from zerosim.cli import lab as lab_command
 from zerosim.cli import main as cli
 from zerosim.cli import plan as planner
 from zerosim.lab import suite as lab
@@ -75,7 +76,7 @@ def nothing_slow(monkeypatch: pytest.MonkeyPatch, found: Results) -> None:
         raise ValueError("nothing is run here")
 
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
-    monkeypatch.setattr(cli, "_run", lambda _: found)
+    monkeypatch.setattr(lab_command, "_run", lambda *_: found)
     monkeypatch.setattr(plots, "figures", lambda _: {})
     monkeypatch.setattr(corroboration, "_run", refuse)
     monkeypatch.setattr(planner, "_run", refuse)
@@ -207,7 +208,8 @@ def test_a_file_with_another_value_is_refused_or_read_whole(
 # Integers that can be anything: what was asked for and is not in any number measured, and what has no counterpart.
 FREE = {
     "settings.batch", "settings.seed", "settings.model_seed", "settings.capacity",
-    "schemes.steps.traffic.messages", "schemes.out_of_memory.held", "schemes.out_of_memory.asked", "schemes.out_of_memory.rank",
+    "schemes.steps.traffic.messages", "schemes.out_of_memory.held",
+    "schemes.out_of_memory.asked", "schemes.out_of_memory.rank",
     "ablations.whole_model_gather.states", "ablations.whole_model_gather.gathered",
     "ablations.whole_model_gather.zero2_resident", "ablations.whole_model_gather.peak",
     "ablations.whole_model_gather.peak_by_layer", "ablations.narrow_wire.sent", "ablations.narrow_wire.sent_fp32",
@@ -373,13 +375,15 @@ PREPARED = """
 import os, resource, signal, sys
 from pathlib import Path
 import msgspec, plotly.offline
-from zerosim import cli, console, plots, results
+from zerosim.cli import lab as lab_command, main as cli
+from zerosim.records import results
+from zerosim.report import lab_console as console, plots
 
 plotly.offline.get_plotlyjs = lambda: ""
 plots.figures = lambda found: {}
 console.show = lambda *_: None
 found = results.load(Path(sys.argv[1]))
-cli._run = lambda settings: found
+lab_command._run = lambda *_: found
 command = ["lab", "--out", sys.argv[2]]
 """
 EVERY_INSTANT = (

@@ -33,7 +33,7 @@ def run(capacity: int | None = None) -> Results:
 
 
 def small_card() -> Results:
-    """A card that is one byte too small for ZeRO-2: it runs out of memory within a step, and data parallel before the first."""
+    """A card that is one byte too small for ZeRO-2: it runs out within a step, and data parallel before the first."""
     peak = run().scheme("ZeRO-2").steps[-1].peak.total
     return run(peak - 1)
 
@@ -159,10 +159,14 @@ def test_counters_are_the_ledger(results: Results) -> None:
 
 
 def test_running_out_of_memory_is_marked_and_ends_the_trace() -> None:
-    """Where a rank ran out of memory it says what it asked for, at what it held then; what was given back after does not show."""
+    """Where memory ran out it says what was asked for, at what was held then; what was given back does not show."""
     results = small_card()
     shortages = {record.name: record.out_of_memory for record in results.schemes if record.out_of_memory}
-    assert {name: shortage.step for name, shortage in shortages.items()} == {"data parallel": 0, "ZeRO-1": 1, "ZeRO-2": 1}
+    assert {name: shortage.step for name, shortage in shortages.items()} == {
+        "data parallel": 0,
+        "ZeRO-1": 1,
+        "ZeRO-2": 1,
+    }
     for name, shortage in shortages.items():
         mine = of_rank(results, name, 2)
         [mark] = [each for each in mine if each["ph"] == "i"]

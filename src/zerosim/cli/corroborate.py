@@ -6,9 +6,11 @@ Exit codes: 0 everything that could be measured is equal; 1 something is not, or
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +31,10 @@ from zerosim.records.real_ranks import (
     save,
 )
 from zerosim.stages import SCHEMES
+from zerosim.util import sizes
 
 RANKS = 4
+ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
 
 
 @click.command()
@@ -89,10 +93,10 @@ RANKS = 4
 @click.option(
     "--break",
     "fault",
-    type=click.Choice(FAULTS),
+    type=click.Choice(list(FAULTS)),
     default=None,
-    help="Break rank 1 in step 2 on purpose, to see that it is noticed: flip a bit of a parameter, send a "
-    "hop that nobody booked, kill the rank, stop it.",
+    help=f"Break rank 1 on purpose, in step 2, to see that it is noticed. "
+    f"{'; '.join(f'{name}: {what}' for name, what in FAULTS.items())}.",
 )
 @click.option(
     "--out",
@@ -102,9 +106,10 @@ RANKS = 4
     help="Folder for corroborate.json (and frameworks.json).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON instead of tables.")
+@click.option("--verbose", is_flag=True, help="Name every failure and what every rank said, not the cause alone.")
 def corroborate(
     ranks: int | None, collectives: str, precision: str, fault: str | None, timeout: float, interface: str | None,
-    frameworks: bool, out: Path, as_json: bool, **options: object,
+    frameworks: bool, out: Path, as_json: bool, verbose: bool, **options: object,
 ) -> None:  # fmt: skip
     """Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.
 
@@ -132,14 +137,18 @@ def corroborate(
                 **options,  # type: ignore[arg-type]
             )
             found = _run(settings, timeout, interface, out, frameworks)
-            save(found, out / "corroborate.json")
-        with printing():
+        with printing():  # before it is written, which may fail
             if as_json:
                 click.echo(encode(found), nl=False)
             else:
                 from zerosim.report import real_ranks_console as console
 
-                console.show(found, out)
+                console.show(found, verbose=verbose)
+        with errors_for_people():
+            save(found, out / "corroborate.json")
+        if not as_json:
+            with printing():
+                click.echo(f"\nwritten to {out}/: corroborate.json")
         code = _exit_code(found.ended, found.failures)
         if frameworks and found.complete:
             code = max(code, _beside(settings, timeout, interface, out, as_json))
@@ -166,10 +175,26 @@ def _beside(settings: Settings, timeout: float, interface: str | None, out: Path
         _progress(frameworks.work()) as advance,
     ):
         found = frameworks.run(settings, advance, timeout=timeout, interface=interface)
-        write_whole(out / "frameworks.json", records.encode(found))
     if not as_json:
-        console.show(found)
+        with printing():
+            console.show(found)
+    with errors_for_people():
+        write_whole(out / "frameworks.json", records.encode(found))
     return _exit_code(found.ended, found.failures)
+
+
+def _room(out: Path) -> None:
+    """Refuse a folder in which there is no room for a record, before anything is run."""
+    try:
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(bytes(ROOM))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"corroborate(out): results take up to {sizes.text(ROOM)}, which {out} has no room for: "
+            f"{error.strerror}. Name another folder with --out."
+        ) from error
 
 
 def _known(interface: str | None) -> None:
@@ -183,7 +208,7 @@ def _ranks(asked: int | None) -> int:
     """How many ranks there are: as many as were started, or as were asked for."""
     from zerosim.real_ranks import rendezvous
 
-    me = rendezvous.member()
+    me = rendezvous.membership()
     if me is None:
         return asked or RANKS
     if asked not in (None, me.world):
@@ -199,11 +224,12 @@ def _run(settings: Settings, timeout: float, interface: str | None, out: Path, f
     from zerosim.real_ranks import corroborate as real_ranks
     from zerosim.real_ranks import rendezvous
 
-    me = rendezvous.member()
+    me = rendezvous.membership()
     if me is not None and frameworks:
         raise ValueError("corroborate(frameworks): they are run on ranks of this machine; leave torchrun out.")
     if me is None or me.rank == 0:
         writable(out, "corroborate", "corroborate.json")
+        _room(out)
     with _on_terminate(signal.default_int_handler), _progress(real_ranks.work(settings)) as advance:
         if me is None:
             return real_ranks.run(settings, advance, timeout=timeout, interface=interface)
@@ -254,9 +280,8 @@ def _on_terminate(handler: Any) -> Iterator[None]:
 def _failures_for_people() -> Iterator[None]:
     """Ranks that failed before anything was found become one line and exit code 1."""
     from zerosim.real_ranks.coordinator import RankFailure
-    from zerosim.real_ranks.launch import ForkServerError
 
     try:
         yield
-    except (RankFailure, ForkServerError) as error:
+    except RankFailure as error:
         raise click.ClickException(str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from zerosim.cli.checkpoint import checkpoint
 from zerosim.cli.corroborate import corroborate
 from zerosim.cli.errors import Commands
 from zerosim.cli.lab import lab
@@ -17,5 +18,5 @@ def main() -> None:
     """ZeRO made measurable: train on N virtual GPUs and count every byte held and sent."""
 
 
-for command in (lab, report, corroborate, plan):
+for command in (lab, report, corroborate, plan, checkpoint):
     main.add_command(command)

@@ -50,6 +50,7 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
         wire=settings.wire,
         gather=settings.gather,
         node=settings.node,
+        wire_params=settings.wire_params,
     )
 
 
@@ -62,8 +63,9 @@ def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair
 def plain_training(row: Stage, settings: Settings, ranks: int) -> Reference:
     """What all rows that sum in this one's order, on so many ranks, are held against."""
     return Reference(
-        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node
-    )
+        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node,
+        wire_params=settings.wire_params,
+    )  # fmt: skip
 
 
 class Run:
@@ -75,7 +77,7 @@ class Run:
     def __init__(self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None) -> None:
         self.row = row
         self._settings = settings
-        self.two_axes = row.on(ranks, settings.node).two_axes  # the order in which it sums
+        self.order = settings.order(row, ranks)
         self._plain = plain or plain_training(row, settings, ranks)
         self.job = job_of(settings, model, row, ranks)
         self.capacity = settings.capacity
@@ -120,8 +122,9 @@ class Run:
 
     def _end(self, error: OutOfMemory, step: int) -> None:
         self.out_of_memory = OutOfMemoryRecord(
-            step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held
-        )
+            step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
+            place=error.place, on_card=_plain(error.ledger.held),
+        )  # fmt: skip
 
     def fits_predicted(self) -> bool:
         card, host = self.capacity, self._settings.host_capacity
@@ -150,6 +153,13 @@ class Run:
                 padding=theory.padding(self.job),
                 padding_sent=theory.padding_sent(self.job),
                 flops=theory.flops(self.job),
+                node_outside={
+                    name: _plain({band: sum(ranks[: self.job.group]) for band, ranks in bands.items()})
+                    for name, bands in theory.outside(self.job).items()
+                },
+                host=_plain(theory.host_resident(self.job)),
+                host_peak=_plain(theory.host_peak(self.job)),
+                copies=_by_place(theory.copies(self.job)),
             ),
             steps=[_step_record(report) for report in self.reports],
             events=_event_records(reports[-1]) if reports else [],
@@ -169,6 +179,8 @@ class Run:
             peak_without_activations_predicted=sum(theory.peak_without_activations(self.job).values()),
             sent=max(report.sent(), default=0),
             sent_predicted=sum(sum(bands.values()) for bands in theory.traffic(self.job).values()),
+            host_peak=report.host_peak.total,
+            host_peak_predicted=sum(theory.host_peak(self.job).values()),
             fits=self.running,
             fits_predicted=self.fits_predicted(),
             resident_by_band=_plain(report.resident),
@@ -179,6 +191,14 @@ class Run:
 def _plain(counts: Mapping[Any, int]) -> dict[str, int]:
     """Counts under plain names, those of nothing left out."""
     return {str(name): count for name, count in counts.items() if count}
+
+
+def _by_place(copies: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Copies over the host link, by the place that they go to and band."""
+    places: dict[str, dict[str, int]] = {}
+    for (place, band), nbytes in copies.items():
+        places.setdefault(str(place), {})[str(band)] = nbytes
+    return places
 
 
 def _peak_record(peak: Peak) -> PeakRecord:
@@ -208,9 +228,14 @@ def _step_record(report: Report) -> StepRecord:
                 received=traffic.received.tolist(),
                 padding=traffic.padding.tolist(),
                 messages=traffic.messages,
+                outside=traffic.outside.tolist(),
+                node_outside=traffic.node_outside,
             )
             for (collective, band), traffic in report.traffic.items()
         ],
         flops=_plain(report.flops),
         seconds={str(phase): seconds for phase, seconds in report.seconds.items()},
+        host=_plain(report.host),
+        host_peak=_peak_record(report.host_peak),
+        copies=_by_place(report.copies),
     )

@@ -27,7 +27,8 @@ class Settings(Record):
     """What was asked for.
 
     ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
-    ``capacity`` is the bytes of a card, or None for no limit.
+    ``capacity`` is the bytes of a card, ``host_capacity`` those of the host for each rank, or None for no
+    limit. ``node`` ranks are a group, and ``wire_params`` is what parameters are sent in, if it is not ``wire``.
     """
 
     ranks: Positive
@@ -43,6 +44,7 @@ class Settings(Record):
     widths: list[Positive]
     node: Positive | None = None
     host_capacity: Positive | None = None
+    wire_params: str | None = None
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
@@ -53,7 +55,12 @@ class Settings(Record):
             capacity=self.capacity,
             host_capacity=self.host_capacity,
             node=self.node,
+            wire_params=self.wire_params,
         )
+
+    def order(self, row: Stage, ranks: int | None = None) -> tuple[object, ...]:
+        """What decides the bits of a row's training under these settings: see ``Stage.order``."""
+        return row.on(ranks or self.ranks, self.node).order(self.wire_params)
 
 
 class Check(StrEnum):
@@ -73,7 +80,7 @@ class PeakRecord(Record):
 
 
 class TrafficRecord(Record):
-    """What one collective moved for one band in a step."""
+    """What one collective moved for one band in a step; ``outside`` is what left the rank's node, or all of a node."""
 
     collective: str
     band: str
@@ -81,10 +88,12 @@ class TrafficRecord(Record):
     received: list[Count]
     padding: list[Count]
     messages: Count
+    outside: list[Count]
+    node_outside: Count
 
 
 class StepRecord(Record):
-    """One step of one scheme, measured."""
+    """One step of one scheme, measured. ``copies`` over the host link are by the place that they go to, and band."""
 
     step: Count
     loss: float
@@ -95,10 +104,21 @@ class StepRecord(Record):
     traffic: list[TrafficRecord]
     flops: dict[str, Count]
     seconds: dict[str, float]
+    host: dict[str, Count]
+    host_peak: PeakRecord
+    copies: dict[str, dict[str, Count]]
 
     def sent(self) -> int:
         """Bytes sent by the busiest rank, all collectives together."""
         return max((sum(column) for column in zip(*(moved.sent for moved in self.traffic), strict=True)), default=0)
+
+    def node_outside(self) -> int:
+        """Bytes that left each node, all collectives together."""
+        return sum(moved.node_outside for moved in self.traffic)
+
+    def copied(self) -> int:
+        """Bytes that each rank copied over its host link, both ways together."""
+        return sum(sum(bands.values()) for bands in self.copies.values())
 
 
 class Prediction(Record):
@@ -111,6 +131,10 @@ class Prediction(Record):
     padding: list[Count]
     padding_sent: list[Count]
     flops: dict[str, Count]
+    node_outside: dict[str, dict[str, Count]]
+    host: dict[str, Count]
+    host_peak: dict[str, Count]
+    copies: dict[str, dict[str, Count]]
 
 
 class EventRecord(Record, array_like=True):
@@ -126,7 +150,11 @@ class EventRecord(Record, array_like=True):
 
 
 class OutOfMemoryRecord(Record):
-    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
+    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much.
+
+    ``place`` says whose memory it was, ``"card"`` or ``"host"``, ``held`` what was there, and ``on_card`` what
+    was on the card, whichever it was.
+    """
 
     step: Count
     rank: Count
@@ -134,6 +162,8 @@ class OutOfMemoryRecord(Record):
     unit: str
     asked: Count
     held: dict[str, Count]
+    place: str
+    on_card: dict[str, Count]
 
 
 class SchemeRecord(Record):
@@ -180,6 +210,8 @@ class SweepRow(Record):
     peak_without_activations_predicted: Count
     sent: Count
     sent_predicted: Count
+    host_peak: Count
+    host_peak_predicted: Count
     fits: bool
     fits_predicted: bool
     resident_by_band: dict[str, Count]
@@ -218,6 +250,15 @@ class NarrowWire(Record):
     drift: Drift
 
 
+class Int8Params(Record):
+    """ZeRO-3 that sends parameters in int8, with their scales, beside itself: bytes of one step, the losses of all."""
+
+    sent: Count
+    sent_exact: Count
+    losses: list[float]
+    losses_exact: list[float]
+
+
 class Ablations(Record):
     """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
 
@@ -230,6 +271,7 @@ class Ablations(Record):
     whole_model_gather: WholeModelGather | None
     narrow_wire: NarrowWire | None
     whole_model_bucket: dict[str, Drift]
+    int8_params: Int8Params | None = None
 
 
 class Failure(Record):
@@ -264,6 +306,15 @@ class Results(Record):
     sweep: list[SweepRow]
     ablations: Ablations
     failures: list[Failure]
+
+    def parting(self) -> str:
+        """Why rows of different orders do not agree in every bit; nothing where all are of one order."""
+        orders = {self.settings.order(record.row) for record in self.schemes}
+        if len(orders) < 2:
+            return ""
+        if self.settings.wire_params == "int8":
+            return "parameters are rounded to int8 where they are sent, and these rows send other pieces of them"
+        return "one adds the gradients of all ranks in a ring, the other those of each group and then of the groups"
 
     def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
         """Each scheme that completed all steps, with the last of them."""

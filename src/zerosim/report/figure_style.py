@@ -42,7 +42,7 @@ _STYLE = {
 for _axis in ("xtick", "ytick"):
     _STYLE |= {f"{_axis}.color": FAINT, f"{_axis}.labelcolor": INK, f"{_axis}.labelsize": 8.5}
 _LOCK = threading.Lock()  # matplotlib's settings belong to the process
-_COLUMNS_PER_INCH = 11.5  # of a headline
+_COLUMNS_PER_INCH = 10.5  # of a headline
 
 
 @contextmanager
@@ -73,12 +73,14 @@ def each_value(values: Mapping[str, int], show: Callable[[int], str]) -> str:
 def headline(figure: Figure, text: str) -> None:
     """What the figure found, above it, in as many lines as its width asks for."""
     columns = int(_COLUMNS_PER_INCH * figure.get_figwidth())
-    figure.suptitle(textwrap.fill(text, columns, break_long_words=False), x=0.012, ha="left")
+    place = {} if figure.get_layout_engine() else {"y": 1 - 0.13 / figure.get_figheight()}  # inches
+    figure.suptitle(textwrap.fill(text, columns, break_long_words=False), x=0.012, ha="left", **place)
 
 
 def legend(figure: Figure, *handles: Line2D | Patch) -> None:
-    """One line of keys below the figure."""
-    figure.legend(handles=handles, loc="outside lower center", ncols=10, handlelength=1.8, columnspacing=1.5)
+    """The keys below the figure, in one line if they fit."""
+    columns = -(-len(handles) // -(-len(handles) // int(1.1 * figure.get_figwidth())))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.5)
 
 
 def label_end(axes: Axes, x: float, y: float, text: str, colour: str) -> Text:

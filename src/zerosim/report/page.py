@@ -136,10 +136,14 @@ def _head(results: Results) -> Iterator[Tree.Element]:
     settings = results.settings
     runs = f"{_some(settings.ranks, 'virtual GPU')}: {_some(settings.steps, 'step')}"
     card = f", cards of {settings.capacity:,} B" if settings.capacity is not None else ""
+    if settings.host_capacity is not None:
+        card += f", hosts of {settings.host_capacity:,} B for each rank"
+    more = f", parameters are sent in {settings.wire_params}" if settings.wire_params else ""
+    more += f", nodes of {settings.node}" if settings.node else ""
     yield element(
         "p",
         f"{results.n_params:,} parameters on {runs} of {_some(settings.batch, 'row')} per rank; data {settings.data}, "
-        f"precision {settings.precision}, wire {settings.wire}, gathered by {settings.gather}{card}.",
+        f"precision {settings.precision}, wire {settings.wire}, gathered by {settings.gather}{more}{card}.",
         class_="lead",
     )
     yield element("ul", *(_verdict(results, check) for check in _CLAIMS), class_="verdicts")
@@ -155,6 +159,8 @@ def _head(results: Results) -> Iterator[Tree.Element]:
 def _verdict(results: Results, check: str) -> Tree.Element:
     """Whether a check holds, in words, with what it claims."""
     claim, compared = _CLAIMS[Check(check)], len(results.differences)
+    if check == Check.SAME_TRAINING and results.parting():
+        claim = claim.replace("All schemes", "All schemes of one order")
     if count := sum(failure.check == check for failure in results.failures):
         return element("li", element("b", f"✗ {check}: fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
     word = f"✓ {check}: holds"

@@ -100,6 +100,7 @@ def summary(results: Results) -> list[Tree.Element]:
         if shortage := record.out_of_memory:
             fate = f"out of memory: {shortage.asked:,} B of {shortage.band}"
             fate += f" for {shortage.unit}" if shortage.unit else ""
+            fate += " on the host" if shortage.place == "host" else ""
             rows.append([record.name, *["–"] * 7, element("span", fate, class_="fate")])
             continue
         step, expected = record.steps[-1], record.prediction
@@ -132,6 +133,7 @@ def summary(results: Results) -> list[Tree.Element]:
 def tables(results: Results) -> Iterator[Tree.Element]:
     """All other tables."""
     yield from _alike(results)
+    yield from _between_orders(results)
     completed = results.completed()
     rest: list[Side] = [(record.name, step.resident, record.prediction.resident) for record, step in completed]
     peak: list[Side] = [(record.name, step.peak.by_band, record.prediction.peak) for record, step in completed]
@@ -139,6 +141,7 @@ def tables(results: Results) -> Iterator[Tree.Element]:
     yield from _bands("rest", "Bytes at rest, by band", rest, _CHECKED)
     yield from _bands("peak", "Bytes at the peak’s instant, by band", peak, f"{_CHECKED} Reached in {instants}.")
     yield from _traffic(results)
+    yield from _links(results)
     yield from _flops(results)
     yield from _times(results)
     yield from _sweep(results)
@@ -159,10 +162,24 @@ def _alike(results: Results) -> list[Tree.Element]:
         rows.append([*row, " or ".join(sorted(losses))])
     head = [("", "step"), *((band, what) for band in bands for what in ("bits differ", "largest")), ("", "loss")]
     note = (
-        "Elements whose bits differ between the schemes, over all ranks, and the largest difference; "
-        "each scheme against the first, and that, where its ranks hold whole states, against its own first rank."
+        "Elements whose bits differ between the schemes, over all ranks, and the largest difference; each scheme "
+        f"against the first{' of its order' * bool(results.between_orders)}, and that, where its ranks hold whole "
+        "states, against its own first rank."
     )
     return table("alike", "Same training: do all schemes hold the same?", head, rows, note)
+
+
+def _between_orders(results: Results) -> list[Tree.Element]:
+    """How far rows of other orders are from the first: no failure, but measured."""
+    bands = list(dict.fromkeys(band for each in results.between_orders for band in each.differing))
+    rows: list[list[Cell]] = []
+    for each in results.between_orders:
+        rows.append([str(each.step), each.scheme])
+        for band in bands:
+            rows[-1] += [f"{each.differing.get(band, 0):,}", _number(each.largest.get(band, 0.0), ".2g")]
+    head = [("", "step"), ("", "scheme"), *((band, what) for band in bands for what in ("bits differ", "largest"))]
+    note = f"Against the first scheme. No failure: {results.parting()}."
+    return table("between", "Between orders: how far apart do they come?", head, rows, note)
 
 
 def _bands(name: str, title: str, sides: Sequence[Side], note: str) -> list[Tree.Element]:
@@ -192,8 +209,28 @@ def _traffic(results: Results) -> list[Tree.Element]:
     return table("sent", "Bytes that one rank sends per step", head, rows, note)
 
 
+def _links(results: Results) -> list[Tree.Element]:
+    """What leaves a node and what goes over the host link, and what the host holds; nothing without either."""
+    rows: list[list[Cell]] = []
+    for record, step in results.completed():
+        expected = record.prediction
+        outside, copied = (
+            sum(sum(bands.values()) for bands in links.values()) for links in (expected.node_outside, expected.copies)
+        )
+        counts = [(step.node_outside(), outside), (step.copied(), copied)]
+        counts.append((sum(step.host.values()), sum(expected.host.values())))
+        rows.append([record.name, *_pairs([*counts, (step.host_peak.total, sum(expected.host_peak.values()))])])
+    if not (results.settings.node or any(record.row.offload for record in results.schemes)):
+        rows = []
+    kinds = ("sent out of a node, per node", "copied over the host link", "host at rest", "host at the peak")
+    head = [("", "scheme"), *((kind, what) for kind in kinds for what in ("measured", "predicted"))]
+    return table("links", "Bytes per step by link, and the host’s memory", head, rows, _CHECKED)
+
+
 def _flops(results: Results) -> list[Tree.Element]:
-    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+    phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+    if any(record.row.offload for record in results.schemes):
+        phases.append(Phase.HOST_OPTIMIZER)
     rows = []
     for record, step in results.completed():
         pairs = [(step.flops.get(phase, 0), record.prediction.flops.get(phase, 0)) for phase in phases]
@@ -204,6 +241,8 @@ def _flops(results: Results) -> list[Tree.Element]:
 
 def _times(results: Results) -> list[Tree.Element]:
     phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION]
+    if any(record.row.offload for record in results.schemes):
+        phases.insert(3, Phase.HOST_OPTIMIZER)
     rows: list[list[Cell]] = []
     for record, _ in results.completed():
         times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
@@ -251,6 +290,12 @@ def _ablations(results: Results) -> list[Tree.Element]:
             f"the largest."
         )
         rows.append([f"blocks travel in {narrow.wire}, rounded at every hop", text])
+    if rounded := found.int8_params:
+        text = (
+            f"{rounded.sent:,} B sent instead of {rounded.sent_exact:,} B; after {len(rounded.losses)} steps the loss "
+            f"is {_number(rounded.losses[-1], '.6f')} beside {_number(rounded.losses_exact[-1], '.6f')}."
+        )
+        rows.append(["ZeRO-3 sends parameters as int8 blocks with scales", text])
     for precision, drift in found.whole_model_bucket.items():
         after = (
             f"after step {step}: {drift.differing[step - 1]:,} parameters differ"

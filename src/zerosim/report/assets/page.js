@@ -49,7 +49,8 @@
       frames.push({ held, total: after, event: { kind, name, unit, nbytes, phase, sign } });
     }
     if (shortage) {
-      frames.push({ held: shortage.held, total: total(shortage.held), event: { kind: "shortage", ...shortage, sign: 0 } });
+      const held = shortage.on_card;
+      frames.push({ held, total: total(held), event: { kind: "shortage", ...shortage, sign: 0 } });
     }
     const top = frames.reduce((best, frame, index) => (frame.total > frames[best].total ? index : best), 0);
     run = { ...run, frames, shortage, top, peak: run.peak ?? frames[top].total };
@@ -152,7 +153,8 @@
     const unit = event.unit || "the model";
     if (kind === "shortage") {
       const asked = `${bytes(event.asked)} of ${event.band} were asked for ${unit}`;
-      return ["out of memory", `${asked} on top of ${bytes(frame.total)}: the run ends here.`];
+      const where = event.place === "host" ? " on the host" : "";
+      return ["out of memory", `${asked} on top of ${bytes(total(event.held))}${where}: the run ends here.`];
     }
     if (kind === "hold") {
       const [verb, text] = own(HOLDS, name) ?? ["hold", () => `Each rank holds more of ${name} for ${unit}.`];
@@ -249,7 +251,7 @@
       const height = (each) =>
         Math.max(
           ...each.frames.map((frame) => this.sum(frame)),
-          each.shortage && state.shown === "all" ? total(each.shortage.held) + each.shortage.asked : 0,
+          each.shortage?.place === "card" && state.shown === "all" ? total(each.shortage.held) + each.shortage.asked : 0,
         );
       this.most = Math.max(...(state.scale === "fit" ? [run] : runs).map(height), 1);
       this.top = Math.max(...run.frames.map((frame) => this.sum(frame)));

@@ -6,7 +6,7 @@ sources are named, nor stages, N or cards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,11 +15,14 @@ from zerosim.layers import Model
 from zerosim.model import MLP
 from zerosim.worlds.dry import Shapes
 
+Inputs = Callable[[int, int | None], Any]
+"""What a module is called with, for so many rows of such a length."""
+
 MOST_PARAMETERS = 10**15  # a thousand trillion; what is counted of it stays below 2**63
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """What is asked of a model in a step: rows, length of a row, what is recomputed, and the working copy's dtype."""
 
     rows: int
@@ -29,7 +32,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Prepared:
     """A model of the dry world with a micro-batch to train on, and options that its scheme needs."""
 
     model: Model
@@ -40,16 +43,19 @@ class Ready:
 
 
 @runtime_checkable
-class Source(Protocol):
+class ModelSource(Protocol):
     """A model that can be made ready for any load."""
 
     kind: str
     name: str
     sequence: int | None
     """The length of a row unless told otherwise; None where rows have no length."""
-    notes: list[str]
 
-    def ready(self, load: Load, rows: int) -> Ready:
+    def notes_for(self, sequence: int | None) -> list[str]:
+        """What is to be said about it, for rows of that length."""
+        ...
+
+    def prepare(self, load: Workload, rows: int) -> Prepared:
         """The model for micro-batches of ``load``, and a batch of ``rows`` rows in all. ValueError if it cannot be."""
         ...
 
@@ -63,11 +69,10 @@ class Perceptron:
         self.widths = list(widths)
         self.sequence: int | None = None
         self.name = f"MLP {'-'.join(map(str, widths)) if len(widths) < 9 else f'of {len(widths) - 1} layers'}"
-        self.notes = ["activations are fp32, whatever the precision of the parameters"]
         self._model = Shapes(MLP(self.widths))
         too_large(self._model.n_params)
 
-    def ready(self, load: Load, rows: int) -> Ready:
+    def prepare(self, load: Workload, rows: int) -> Prepared:
         if load.sequence is not None:
             raise ValueError(
                 "plan(seq): a list of layer sizes has rows, and no sequences. Leave --seq out and use --micro-batch."
@@ -77,7 +82,7 @@ class Perceptron:
                 "plan(checkpoint): 'selective' recomputes attention, and a list of layer sizes has none. Use 'full' "
                 "or 'none'."
             )
-        return Ready(self._model, self._model.batch(rows), {"checkpoint": load.checkpoint == "full"})
+        return Prepared(self._model, self._model.batch(rows), {"checkpoint": load.checkpoint == "full"})
 
 
 def too_large(params: int) -> None:
