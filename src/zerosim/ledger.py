@@ -29,6 +29,8 @@ Counts = npt.NDArray[np.int64]  # [R], one for each rank of this process
 class Phase(StrEnum):
     """What a step is busy with. Time and FLOPs are booked under the innermost phase."""
 
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
+
     FORWARD = "forward"
     BACKWARD = "backward"
     COMMUNICATION = "communication"
@@ -39,6 +41,8 @@ class Phase(StrEnum):
 
 class EventKind(StrEnum):
     """What an entry of the log is about."""
+
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
 
     HOLD = "hold"
     FREE = "free"
@@ -115,12 +119,13 @@ class Traffic:
         if padding is not None:
             self.padding += padding
 
-    def hops(self, messages: int, sent: int, received: int, padding: Counts) -> None:
+    def hops(self, messages: int, sent: int, received: int, padding: Counts | None) -> None:
         """Hops that were counted as they were made: so many for every rank, and the bytes of all of them."""
         self.messages += messages
         self._sent += sent
         self._received += received
-        self.padding += padding
+        if padding is not None:
+            self.padding += padding
 
 
 @dataclass(repr=False)

@@ -55,7 +55,7 @@ class OutOfMemory(MemoryError):
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Allocation:
     array: Array
     band: Band
@@ -113,10 +113,11 @@ class Ranks:
             held = self.ledger.total if place is Place.CARD else sum(self.ledger.host.values())
             if held + asked > capacity:
                 raise OutOfMemory(self.ids[0], band, unit, asked, capacity, self.ledger, place)
-        array = self._pool.take((len(self.ids), *shape), dtype)
+        rows = len(self.ids)
+        array = self._pool.take((rows, *shape), dtype)
         self.allocations += 1
         self._live[id(array)] = _Allocation(array, band, unit, self.allocations, place)
-        self.ledger.hold(band, array.nbytes // len(self.ids), unit, place)
+        self.ledger.hold(band, array.nbytes // rows, unit, place)
         return array
 
     def free(self, array: Array) -> None:
