@@ -42,7 +42,7 @@ class Judge:
         self, layout: Layout, row: Stage, ranks: int, recipe: Recipe, dtype: DType, local: LocalGradients,
         expected: Callable[[Any, Any], Expected], beat: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.layout, self.row, self.ranks, self.recipe = layout, row.on(ranks), ranks, recipe
+        self.layout, self.row, self.ranks, self.recipe = layout, row.on(ranks, None), ranks, recipe
         self.name, self.dtype = row.name, dtype
         self.findings: list[Finding] = []
         self.steps = self.judged = 0

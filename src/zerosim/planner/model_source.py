@@ -72,6 +72,9 @@ class Perceptron:
         self._model = Shapes(MLP(self.widths))
         too_large(self._model.n_params)
 
+    def notes_for(self, sequence: int | None) -> list[str]:
+        return ["activations are fp32, whatever the precision of the parameters"]
+
     def prepare(self, load: Workload, rows: int) -> Prepared:
         if load.sequence is not None:
             raise ValueError(

@@ -56,6 +56,9 @@ class TorchModelSource:
         self._loss, self._target, self._hint = loss, target, hint
         too_large(sum(parameter.numel() for parameter in module.parameters()))
 
+    def notes_for(self, sequence: int | None) -> list[str]:
+        return self._notes
+
     def prepare(self, load: Workload, rows: int) -> Prepared:
         sequence = load.sequence or self.sequence
         if load.sequence is not None and self.sequence is None:
