@@ -34,7 +34,7 @@ def modules() -> list[str]:
 @pytest.mark.parametrize("name", modules())
 def test_examples_say_what_happens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every example in a docstring gives what stands below it."""
-    if ".torch_models." in name or name.endswith(("python_path", "hf_models")):
+    if name.startswith(("zerosim.torch_models.", "zerosim.conformance.")):
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     module: ModuleType = importlib.import_module(name)
@@ -47,19 +47,20 @@ def test_examples_say_what_happens(name: str, tmp_path: Path, monkeypatch: pytes
 def test_every_public_name_is_there_and_documented() -> None:
     """Each name of the list can be had, is in ``dir``, and has a docstring, with an example if it can be called."""
     assert set(zs.__all__) <= set(dir(zs))
-    for name in zs.__all__:
+    for name in set(zs.__all__) - CONSTANTS - ROWS:
+        if name == "check":
+            pytest.importorskip("torch")
         value = getattr(zs, name)
-        if name in CONSTANTS or name in ROWS:
-            continue
         assert value.__doc__, name
         assert ">>>" in value.__doc__, name
     with pytest.raises(AttributeError, match="its names are"):
-        _ = zs.nothing  # type: ignore[attr-defined]
+        _ = zs.nothing
 
 
 def test_every_row_is_public() -> None:
     """A row that the package has can be had under the name that it has there."""
-    assert {name for name in zs.__all__ if isinstance(getattr(zs, name), zs.Stage)} == ROWS
+    named = set(zs.__all__) - {"check"}  # which takes torch
+    assert {name for name in named if isinstance(getattr(zs, name), zs.Stage)} == ROWS
 
 
 def test_importing_loads_nothing_but_itself() -> None:

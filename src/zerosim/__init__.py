@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from zerosim.api.planning import Planned, plan
     from zerosim.api.timeline import Timeline
     from zerosim.bands import Band
+    from zerosim.checkpoints.load import load
+    from zerosim.checkpoints.save import save
+    from zerosim.conformance.check import check
     from zerosim.ledger import Event, Report
     from zerosim.model import MLP
-    from zerosim.optimizer import SGD, Adam
+    from zerosim.optimizer import SGD, Adam, AdamW, ParamGroup, Schedule
     from zerosim.options import LossScale, Options
     from zerosim.ranks import OutOfMemory, Rank
     from zerosim.schemes import Scheme
@@ -58,9 +61,12 @@ _HOMES = {
     "api.planning": ("Planned", "plan"),
     "api.timeline": ("Timeline",),
     "bands": ("Band",),
+    "checkpoints.load": ("load",),
+    "checkpoints.save": ("save",),
+    "conformance.check": ("check",),
     "ledger": ("Event", "Report"),
     "model": ("MLP",),
-    "optimizer": ("Adam", "SGD"),
+    "optimizer": ("SGD", "Adam", "AdamW", "ParamGroup", "Schedule"),
     "options": ("LossScale", "Options"),
     "ranks": ("OutOfMemory", "Rank"),
     "schemes": ("Scheme",),
@@ -72,10 +78,10 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DP", "HFSDP", "HPZ", "HSDP", "MLP", "ROWS", "SCHEMES", "SGD", "Adam", "Band", "Comparison", "Event", "HSDPKept",
-    "Infinity", "LossScale", "Offload1", "Offload2", "Options", "OutOfMemory", "Planned", "Rank", "Report", "Scheme",
-    "Stage", "Timeline", "ZeRO1", "ZeRO1Group", "ZeRO2", "ZeRO2Group", "ZeRO3", "ZeRO3Kept", "__version__", "batches",
-    "compare", "dry", "plan",
+    "DP", "HFSDP", "HPZ", "HSDP", "MLP", "ROWS", "SCHEMES", "SGD", "Adam", "AdamW", "Band", "Comparison", "Event",
+    "HSDPKept", "Infinity", "LossScale", "Offload1", "Offload2", "Options", "OutOfMemory", "ParamGroup", "Planned",
+    "Rank", "Report", "Schedule", "Scheme", "Stage", "Timeline", "ZeRO1", "ZeRO1Group", "ZeRO2", "ZeRO2Group", "ZeRO3",
+    "ZeRO3Kept", "__version__", "batches", "check", "compare", "dry", "load", "plan", "save",
 ]  # fmt: skip
 
 

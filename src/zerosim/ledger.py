@@ -57,8 +57,9 @@ class Event(NamedTuple):
     """One entry of the log that the timeline is drawn from; bytes are per rank.
 
     >>> import zerosim as zs
-    >>> zs.dry(zs.MLP(), zs.ZeRO1, ranks=8).events[0][:5]
-    (<EventKind.HOLD: 'hold'>, 'activations', 'batch', 2048, 184056)
+    >>> event = zs.dry(zs.MLP(), zs.ZeRO1, ranks=8).events[0]
+    >>> f"{event.kind} {event.nbytes:,} B of {event.name} for the {event.unit}: {event.held:,} B are held now"
+    'hold 2,048 B of activations for the batch: 184,032 B are held now'
     """
 
     kind: EventKind

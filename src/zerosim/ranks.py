@@ -34,8 +34,8 @@ class OutOfMemory(MemoryError):
     >>> try:
     ...     run.step(*zs.batches(ranks=8))
     ... except zs.OutOfMemory as error:
-    ...     (error.band, error.unit, error.asked)
-    (<Band.UNREDUCED: 'unreduced grads'>, 'layer 2', 33024)
+    ...     f"{error.asked:,} B of {error.band} for {error.unit}"
+    '33,024 B of gathered params for layer 2'
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -69,7 +70,7 @@ class Scheme:
     >>> _ = run.on_event(lambda event: seen.append(event.name))
     >>> [batch] = zs.batches(ranks=4)
     >>> f"{run.step(batch):.4f}", run.reports[-1].peak.by_band["gathered params"], len(seen)
-    ('2.9...', 33024, 94)
+    ('2.9...', 33024, 88)
     """
 
     def __init__(
@@ -352,7 +353,8 @@ class Scheme:
     # -- what a user reads
 
     def __repr__(self) -> str:
-        done = "not stepped yet" if not self.reports else f"{self.steps} steps, loss {self.reports[-1].loss:.6f}"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        done = "not stepped yet" if not self.reports else f"{steps}, loss {self.reports[-1].loss:.6f}"
         return (
             f"{self.name} on {self.ring.size} ranks: {self.model.n_params:,} parameters, "
             f"{self.options.precision}, {done}; a rank holds {self.ledger.total:,} B "
@@ -368,6 +370,10 @@ class Scheme:
         """Call ``listener`` with each ``Event`` that follows: every hold, free, computation and collective."""
         self.ledger.listeners.append(listener)
         return listener
+
+    def save(self, folder: str | Path) -> None:
+        """Write the run to a folder, whole or not at all; ``zerosim.load`` takes it up, under any row and ranks."""
+        public("save")(self, folder)
 
     def timeline(self, step: int = -1) -> Timeline:
         """What a rank held from event to event of a step, by default the last: to plot, or to save."""

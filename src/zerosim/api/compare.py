@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from zerosim.api import recording
 from zerosim.api.models import Batch, batches_for, model_for, rows_of
@@ -92,7 +92,8 @@ class Comparison:
         short = [record.name for record in self.results.schemes if record.out_of_memory]
         said = [f"{check}: {_verdict(self.results, check)}" for check in records.Check] if count > 1 else []
         said += [f"out of memory: {', '.join(short)}"] if short else []
-        return f"Comparison({'; '.join([f'{what} on {settings.ranks} ranks, {settings.steps} steps', *said])})"
+        steps = f"{settings.steps} step{'s' * (settings.steps != 1)}"
+        return f"Comparison({'; '.join([f'{what} on {settings.ranks} ranks, {steps}', *said])})"
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
@@ -172,11 +173,12 @@ def compare(
 # -- the runs
 
 
+@runtime_checkable
 class _Run(Protocol):
     """A row in training, whether the lab's or a plain one."""
 
     row: Stage
-    two_axes: bool
+    order: tuple[object, ...]
     out_of_memory: OutOfMemoryRecord | None
 
     @property
@@ -200,7 +202,7 @@ class _Plain:
 
     def __init__(self, row: Stage, model: Any, ranks: int, options: Options) -> None:
         self.row = row
-        self.two_axes = row.on(ranks, options.node).two_axes
+        self.order = row.on(ranks, options.node).order(options.wire_params)
         self.out_of_memory: OutOfMemoryRecord | None = None
         self._scheme: Scheme | None = None
         try:
@@ -237,14 +239,14 @@ class _Plain:
 
 
 def _checked(settings: records.Settings, rows: Sequence[Stage], model: MLP) -> list[_Run]:
-    """The lab's runs; those that sum in one order are held to one plain training."""
-    plain: dict[bool, Reference] = {}
+    """The lab's runs; those of one order are held to one plain training."""
+    plain: dict[tuple[object, ...], Reference] = {}
     runs: list[_Run] = []
     for row in rows:
-        two_axes = row.on(settings.ranks, settings.node).two_axes
-        if two_axes not in plain:
-            plain[two_axes] = plain_training(row, settings, settings.ranks)
-        runs.append(Run(row, settings, model, settings.ranks, plain[two_axes]))
+        order = settings.order(row, settings.ranks)
+        if order not in plain:
+            plain[order] = plain_training(row, settings, settings.ranks)
+        runs.append(Run(row, settings, model, settings.ranks, plain[order]))
     return runs
 
 
@@ -258,14 +260,13 @@ def _together(
     for step, batch in enumerate(batches, start=1):
         for each in runs:
             each.step(batch)
-        first: _Run | None = None
-        for order in (False, True):
-            running = [each for each in runs if each.running and each.two_axes is order]
-            if not running:
-                continue
-            if first is not None:
+        orders: dict[tuple[object, ...], list[_Run]] = {}
+        for each in runs:
+            if each.running:
+                orders.setdefault(each.order, []).append(each)
+        for running in orders.values():
+            if running[0] is not (first := next(iter(orders.values()))[0]):
                 between.append(checks.compare(running[0].scheme, checks.whole_states(first.scheme), step)[0])
-            first = first or running[0]
             reference = checks.whole_states(running[0].scheme)
             for each in running:
                 if each is running[0] and each.scheme.shard.optimizer is Over.ALL:

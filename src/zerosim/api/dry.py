@@ -40,7 +40,7 @@ def dry(
     >>> import zerosim as zs
     >>> report = zs.dry(zs.MLP((4096, 16384, 4096)), zs.ZeRO3, ranks=1024)
     >>> sum(report.resident.values()), report.peak.unit
-    (2098240, 'layer 2')
+    (2097472, 'layer 2')
     """
     asked = chosen(options, keywords)
     if isinstance(model, MLP):

@@ -163,9 +163,9 @@ def plan(
     ValueError, with what would work, for what cannot be planned; ModuleNotFoundError without the extra that it needs.
 
     >>> import zerosim as zs
-    >>> found = zs.plan([4096, 16384, 4096], gpus=8, memory="2GB")
+    >>> found = zs.plan([512, 2048, 512], gpus=8, memory="20MB")
     >>> found
-    Planned(MLP 4096-16384-4096, 134,238,208 parameters, on 8 × 2.00 GB: fits with ZeRO-1: 1.01 GB at the peak, ...)
+    Planned(MLP 512-2048-512, 2,099,712 parameters, on 8 × 20.0 MB: fits with ZeRO-1: 12.1 MB at the peak, ...)
     >>> found.fits, found.best.name
     (True, 'ZeRO-1')
     """
@@ -270,9 +270,11 @@ def _source(model: Any, **parts: Any) -> ModelSource:
     if isinstance(model, (str, Path)):
         return sources.read(os.fspath(model))
     if isinstance(model, dict):
-        from zerosim.planner import hf_models
+        from zerosim.planner.config_source import ConfigSource
 
-        return hf_models.from_values(model, str(model.get("_name_or_path") or model.get("model_type") or "config"))
+        name = str(model.get("_name_or_path") or model.get("model_type") or "config")
+        found: Any = ConfigSource(model, name, name)
+        return found  # type: ignore[no-any-return]
     if isinstance(model, Sequence):
         return sources.read(",".join(map(str, model)))
     raise TypeError(
@@ -284,20 +286,11 @@ def _source(model: Any, **parts: Any) -> ModelSource:
 def _module(module: Any, *, inputs: Any, wrap: Any, loss: Any, target: Any) -> ModelSource:
     from zerosim.planner import python_path as paths
 
+    given = {"inputs": inputs, "wrap": wrap, "loss": loss, "target": target}
+    made = {"module": module} | {name: value for name, value in given.items() if value is not None}
     if next(module.parameters(), None) is None:
         raise ValueError(f"plan(model): a {type(module).__name__} has no parameters, so there is nothing to train.")
-    named = {name: value for name, value in {"loss": loss, "target": target}.items() if value is not None}
-    return paths.TorchModelSource(
-        "torch.nn.Module",
-        type(module).__name__,
-        module,
-        inputs or paths.tokens,
-        paths.blocks(module) if wrap is None else wrap,
-        sequence=paths.SEQUENCE if inputs is None else None,
-        notes=[] if inputs else ["called with token numbers [rows, seq]"],
-        hint="" if inputs else "It was called with token numbers [rows, seq]; if it takes others, pass inputs=.",
-        **named,
-    )
+    return paths._source(made, "torch.nn.Module")
 
 
 # -- the caller's words

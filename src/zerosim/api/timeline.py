@@ -32,7 +32,7 @@ class Timeline:
     >>> run = zs.ZeRO2(zs.MLP(), ranks=8)
     >>> loss = run.step(*zs.batches(ranks=8))
     >>> run.timeline()
-    Timeline(ZeRO-2 on 8 ranks, step 1: 63 events; 124 kB at rest, 190 kB at the peak, in the backward of layer 2)
+    Timeline(ZeRO-2 on 8 ranks, step 1: 61 events; 124 kB at rest, 184 kB at the peak, in the communication of layer 2)
     >>> run.timeline().save("step.png")
     """
 

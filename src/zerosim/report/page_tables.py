@@ -240,13 +240,14 @@ def _links(results: Results) -> list[Tree.Element]:
     """What leaves a node and what goes over the host link, and what the host holds; nothing without either."""
     rows: list[list[Cell]] = []
     for record, step in results.completed():
-        expected = record.prediction
-        outside, copied = (
-            sum(sum(bands.values()) for bands in links.values()) for links in (expected.node_outside, expected.copies)
-        )
-        counts = [(step.node_outside(), outside), (step.copied(), copied)]
-        counts.append((sum(step.host.values()), sum(expected.host.values())))
-        rows.append([record.name, *_pairs([*counts, (step.host_peak.total, sum(expected.host_peak.values()))])])
+        measured = step.node_outside(), step.copied(), sum(step.host.values()), step.host_peak.total
+        predicted: list[int | None] = [None] * len(measured)
+        if (expected := record.prediction) is not None:
+            links = [
+                sum(sum(bands.values()) for bands in each.values()) for each in (expected.node_outside, expected.copies)
+            ]
+            predicted = [*links, sum(expected.host.values()), sum(expected.host_peak.values())]
+        rows.append([record.name, *_pairs(zip(measured, predicted, strict=True))])
     if not (results.settings.node or any(record.row.offload for record in results.schemes)):
         rows = []
     kinds = ("sent out of a node, per node", "copied over the host link", "host at rest", "host at the peak")
