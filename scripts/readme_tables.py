@@ -58,7 +58,7 @@ def _equation(formula: str, value: str) -> str:
 
 
 def bands(lab: Lab) -> str:
-    """Bytes per parameter at rest, band by band, in the order in which stages share them out."""
+    """Bytes per parameter at rest, band by band, in the order in which the stages shard them."""
     held = [each.last.resident for each in lab.schemes]
     return table(
         ["at rest, B per parameter", *NAMES],
@@ -81,13 +81,13 @@ def collectives(lab: Lab) -> str:
     )
 
 
-def lives(lab: Lab) -> str:
-    """Who lives on a card, over N: the peak, everything counted, of those who do."""
+def fits_on_card(lab: Lab) -> str:
+    """Which schemes fit on a card, over N: the peak, everything counted, of those that do."""
     columns = [lab.sweep(name) for name in NAMES]
     return table(
         ["N", *NAMES],
         [
-            [str(rows[0].ranks), *(f"peak {row.peak:,} B" if row.survives else "out of memory" for row in rows)]
+            [str(rows[0].ranks), *(f"peak {row.peak:,} B" if row.fits else "out of memory" for row in rows)]
             for rows in zip(*columns, strict=True)
         ],
     )

@@ -26,6 +26,13 @@ else:  # other worlds' arrays, which have a shape and a dtype too, pass the same
 DType = np.dtype[Any]
 
 
+class Place(StrEnum):
+    """Where an array lives: every rank has a card and its part of the host's memory."""
+
+    CARD = "card"
+    HOST = "host"
+
+
 class Band(StrEnum):
     """One kind of thing that a rank holds. Down to the momentum they are the model states."""
 
@@ -37,10 +44,14 @@ class Band(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
     MOMENTUM = "momentum"
     GATHERED = "gathered params"
+    SECONDARY = "second params"  # hpZ's copy of the parameters, sharded over the group
     UNREDUCED = "unreduced grads"
+    PARTIAL = "partial grads"  # averaged over the group, not yet over the replicas
     BLOCKS = "ring blocks"
+    SCALARS = "scalars"  # norms, flags and counts, as the ranks tell each other
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
+    CHECKPOINT = "checkpoint"  # what is copied to be written
     BUCKET = "gradient bucket"
     SCALES = "optimizer scales"
 
@@ -52,6 +63,7 @@ MODEL_STATES = (
 FP32: DType = np.dtype(np.float32)
 FP16: DType = np.dtype(np.float16)
 BF16: DType = np.dtype(ml_dtypes.bfloat16)
+INT8: DType = np.dtype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -106,10 +118,14 @@ class Precision:
             Band.EXP_AVG_SQ: FP32,
             Band.MOMENTUM: FP32,
             Band.GATHERED: self.working,
+            Band.SECONDARY: self.working,
             Band.UNREDUCED: grads if self.everywhere else self.working,
+            Band.PARTIAL: wire,
             Band.BLOCKS: wire,
+            Band.SCALARS: FP32,
             Band.ACTIVATIONS: FP32,
             Band.BUFFERS: FP32,
+            Band.CHECKPOINT: np.dtype(np.uint8),
             Band.BUCKET: grads,
             Band.SCALES: FP32,
         }
@@ -129,3 +145,4 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 WIRES: Mapping[str, DType] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+PARAM_WIRES: Mapping[str, DType] = {**WIRES, "int8": INT8}  # parameters can be sent as blocks of int8, with scales

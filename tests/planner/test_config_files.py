@@ -41,7 +41,7 @@ PARAMS = {
 }  # fmt: skip
 
 # One of each kind that once could not be read: an encoder-decoder with a tied embedding, attention that is not in
-# transformers' interface, soft caps, a task's head, a base model, images, speech, several kinds of input, a state space.
+# transformers' interface, soft caps, a task head, a base model, images, speech, several kinds of input.
 KINDS = ["t5-small", "falcon-7b", "gemma-2-9b", "bert-base-seqcls", "bart-large", "vit-base", "qwen2.5-vl-3b"]
 DAILY = [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in PARAMS]
 
@@ -182,7 +182,7 @@ def test_a_file_of_its_type_alone_is_the_default_model_of_the_type(kind: str, tm
 
 
 def test_what_cannot_be_run_on_shapes_is_planned_by_its_states_and_never_said_to_fit(tmp_path: Path) -> None:
-    """Where a forward depends on values the plan has the right bytes at rest, says what is left out, and whether it fits
+    """Where a forward depends on values the plan has the right bytes at rest, says what is left out, and if it fits
     is unknown unless the states alone are too much."""
     from zerosim.planner import plan
 

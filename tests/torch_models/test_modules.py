@@ -19,11 +19,10 @@ from zerosim.layers import Role  # noqa: E402
 from zerosim.ledger import Phase, Report  # noqa: E402
 from zerosim.optimizer import Adam  # noqa: E402
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2, ZeRO3  # noqa: E402
-from zerosim.torch_models import demo  # noqa: E402
-from zerosim.torch_models import intercept as trace  # noqa: E402
-from zerosim.torch_models import meta_run as run  # noqa: E402
-from zerosim.torch_models import op_counters as watch  # noqa: E402
+from zerosim.torch_models import demo, meta_run  # noqa: E402
+from zerosim.torch_models.intercept import intercepted  # noqa: E402
 from zerosim.torch_models.model import TorchModel, cross_entropy, measure  # noqa: E402
+from zerosim.torch_models.op_counters import Flops  # noqa: E402
 from zerosim.torch_models.units import partition  # noqa: E402
 from zerosim.worlds.dry import DryRing  # noqa: E402
 from zerosim.worlds.shapes import ModelShapes, ShapeModel, Tensor, UnitShapes  # noqa: E402
@@ -565,13 +564,13 @@ def test_equal_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return functional.softplus(y) if self.smooth else torch.tanh(y)
 
     runs = []
-    once = run._cost
+    once = meta_run._cost
 
     def counted(*args: Any) -> Any:
         runs.append(args)
         return once(*args)
 
-    monkeypatch.setattr(run, "_cost", counted)
+    monkeypatch.setattr(meta_run, "_cost", counted)
     module = nn.Sequential(nn.Linear(5, 5), *(Either(smooth) for smooth in (False, False, True, False, True)))
     shapes = measure(
         module, torch.zeros(ROWS, 5), (Either, nn.Linear), compute="fp32", loss=squared, target=torch.zeros(ROWS, 5)
@@ -675,7 +674,7 @@ def test_kernels_are_those_of_a_card() -> None:
 def test_products_of_groups_are_counted() -> None:
     """Grouped products, of which a mixture of experts consists, cost what all their rows cost."""
     rows, experts = 32, 4
-    with watch.Flops() as flops:
+    with Flops() as flops:
         x, weights = torch.zeros(rows, 16, device="meta"), torch.zeros(experts, 16, 24, device="meta")
         ends = torch.zeros(experts, dtype=torch.int32, device="meta")
         torch._grouped_mm(x.bfloat16(), weights.bfloat16(), offs=ends)
@@ -713,7 +712,7 @@ def test_units_are_answered_for_only_within_the_block() -> None:
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(ROWS, 3)
     module[1].forward = own = lambda x: 2 * x
     before = module(x)
-    with trace.intercepted(module, partition(module, nn.Linear), lambda unit, forward, args, kwargs: -args[0]):
+    with intercepted(module, partition(module, nn.Linear), lambda unit, forward, args, kwargs: -args[0]):
         assert torch.equal(module(x), x)
     assert torch.equal(module(x), before)
     assert "forward" not in vars(module[0])

@@ -145,7 +145,7 @@ def test_a_frozen_base() -> None:
     """1000 frozen and 8 trainable parameters on 4 ranks: bytes at rest and sent, as derived by hand.
 
     Stage 2: 2 B of every parameter and 14 B of two trainable ones; sent, gradients reduced and
-    parameters gathered. Stage 3 also shares out the frozen ones and gathers them twice.
+    parameters gathered. Stage 3 also shards the frozen ones and gathers them twice.
     """
     base = msgspec.structs.replace(
         shapes(unit(0, groups=(0, 1))),

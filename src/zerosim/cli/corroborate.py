@@ -6,9 +6,11 @@ Exit codes: 0 everything that could be measured is equal; 1 something is not, or
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +30,11 @@ from zerosim.records.real_ranks import (
     encode,
     save,
 )
+from zerosim.stages import SCHEMES
+from zerosim.util import sizes
 
 RANKS = 4
+ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
 
 
 @click.command()
@@ -40,7 +45,7 @@ RANKS = 4
     help="Real ranks, N.  [default: 4, or as many as torchrun has started]",
 )
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps of each run.")
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per rank and step.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per rank and step.")
 @click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Draws the data.")
 @click.option(
     "--model-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws the initial weights."
@@ -88,10 +93,10 @@ RANKS = 4
 @click.option(
     "--break",
     "fault",
-    type=click.Choice(FAULTS),
+    type=click.Choice(list(FAULTS)),
     default=None,
-    help="Break rank 1 in step 2 on purpose, to see that it is noticed: flip a bit of a parameter, send a "
-    "hop that nobody booked, kill the rank, stop it.",
+    help=f"Break rank 1 on purpose, in step 2, to see that it is noticed. "
+    f"{'; '.join(f'{name}: {what}' for name, what in FAULTS.items())}.",
 )
 @click.option(
     "--out",
@@ -101,9 +106,10 @@ RANKS = 4
     help="Folder for corroborate.json (and frameworks.json).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON instead of tables.")
+@click.option("--verbose", is_flag=True, help="Name every failure and what every rank said, not the cause alone.")
 def corroborate(
     ranks: int | None, collectives: str, precision: str, fault: str | None, timeout: float, interface: str | None,
-    frameworks: bool, out: Path, as_json: bool, **options: object,
+    frameworks: bool, out: Path, as_json: bool, verbose: bool, **options: object,
 ) -> None:  # fmt: skip
     """Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.
 
@@ -126,18 +132,23 @@ def corroborate(
                 widths=[64, 128, 128, 64],
                 collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
                 precisions=list(RECIPES) if precision == "all" else [precision],
+                rows=list(SCHEMES),
                 fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, int(str(options["steps"])))),
                 **options,  # type: ignore[arg-type]
             )
             found = _run(settings, timeout, interface, out, frameworks)
-            save(found, out / "corroborate.json")
-        with printing():
+        with printing():  # before it is written, which may fail
             if as_json:
                 click.echo(encode(found), nl=False)
             else:
                 from zerosim.report import real_ranks_console as console
 
-                console.show(found, out)
+                console.show(found, verbose=verbose)
+        with errors_for_people():
+            save(found, out / "corroborate.json")
+        if not as_json:
+            with printing():
+                click.echo(f"\nwritten to {out}/: corroborate.json")
         code = _exit_code(found.ended, found.failures)
         if frameworks and found.complete:
             code = max(code, _beside(settings, timeout, interface, out, as_json))
@@ -145,14 +156,14 @@ def corroborate(
 
 
 def _exit_code(ended: str, failures: Sequence[object]) -> int:
-    from zerosim.real_ranks import corroborate as lead
+    from zerosim.real_ranks import corroborate as real_ranks
 
-    return INTERRUPTED if ended == lead.INTERRUPTED else 1 if ended or failures else 0
+    return INTERRUPTED if ended == real_ranks.INTERRUPTED else 1 if ended or failures else 0
 
 
 def _beside(settings: Settings, timeout: float, interface: str | None, out: Path, as_json: bool) -> int:
     """Run the frameworks, show and write what was found; the exit code that it asks for."""
-    from zerosim.frameworks import run as beside
+    from zerosim.frameworks import run as frameworks
     from zerosim.records import frameworks as records
     from zerosim.records.files import write_whole
     from zerosim.report import frameworks_console as console
@@ -161,13 +172,29 @@ def _beside(settings: Settings, timeout: float, interface: str | None, out: Path
         errors_for_people(),
         _failures_for_people(),
         _on_terminate(signal.default_int_handler),
-        _progress(beside.work()) as advance,
+        _progress(frameworks.work()) as advance,
     ):
-        found = beside.run(settings, advance, timeout=timeout, interface=interface)
-        write_whole(out / "frameworks.json", records.encode(found))
+        found = frameworks.run(settings, advance, timeout=timeout, interface=interface)
     if not as_json:
-        console.show(found)
+        with printing():
+            console.show(found)
+    with errors_for_people():
+        write_whole(out / "frameworks.json", records.encode(found))
     return _exit_code(found.ended, found.failures)
+
+
+def _room(out: Path) -> None:
+    """Refuse a folder in which there is no room for a record, before anything is run."""
+    try:
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(bytes(ROOM))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"corroborate(out): results take up to {sizes.text(ROOM)}, which {out} has no room for: "
+            f"{error.strerror}. Name another folder with --out."
+        ) from error
 
 
 def _known(interface: str | None) -> None:
@@ -181,7 +208,7 @@ def _ranks(asked: int | None) -> int:
     """How many ranks there are: as many as were started, or as were asked for."""
     from zerosim.real_ranks import rendezvous
 
-    me = rendezvous.member()
+    me = rendezvous.membership()
     if me is None:
         return asked or RANKS
     if asked not in (None, me.world):
@@ -194,17 +221,18 @@ def _ranks(asked: int | None) -> int:
 
 def _run(settings: Settings, timeout: float, interface: str | None, out: Path, frameworks: bool) -> Corroboration:
     """All of it, with a progress bar on standard error. A rank that does not lead ends here, with its exit code."""
-    from zerosim.real_ranks import corroborate as lead
+    from zerosim.real_ranks import corroborate as real_ranks
     from zerosim.real_ranks import rendezvous
 
-    me = rendezvous.member()
+    me = rendezvous.membership()
     if me is not None and frameworks:
         raise ValueError("corroborate(frameworks): they are run on ranks of this machine; leave torchrun out.")
     if me is None or me.rank == 0:
         writable(out, "corroborate", "corroborate.json")
-    with _on_terminate(signal.default_int_handler), _progress(lead.work(settings)) as advance:
+        _room(out)
+    with _on_terminate(signal.default_int_handler), _progress(real_ranks.work(settings)) as advance:
         if me is None:
-            return lead.run(settings, advance, timeout=timeout, interface=interface)
+            return real_ranks.run(settings, advance, timeout=timeout, interface=interface)
         outcome = rendezvous.take_part(me, settings, advance, timeout, interface)
     if isinstance(outcome, int):
         sys.exit(outcome)
@@ -252,9 +280,8 @@ def _on_terminate(handler: Any) -> Iterator[None]:
 def _failures_for_people() -> Iterator[None]:
     """Ranks that failed before anything was found become one line and exit code 1."""
     from zerosim.real_ranks.coordinator import RankFailure
-    from zerosim.real_ranks.launch import NurseryError
 
     try:
         yield
-    except (RankFailure, NurseryError) as error:
+    except RankFailure as error:
         raise click.ClickException(str(error)) from error

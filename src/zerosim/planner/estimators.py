@@ -110,7 +110,7 @@ def _states(
         Band.EXP_AVG_SQ: moments // 2,
     }
     return {
-        str(band): Fraction(nbytes * facts.params, facts.ranks if row.shards(band) else 1)
+        str(band): Fraction(nbytes * facts.params, facts.ranks if row.over(band) else 1)
         for band, nbytes in each.items()
         if nbytes
     }

@@ -8,70 +8,86 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from zerosim.real_ranks import setup as agreed
-from zerosim.real_ranks.comparison import BITS, PROCESS, SOCKETS, Evidence
-from zerosim.real_ranks.coordinator import Hub, RankFailure
-from zerosim.real_ranks.launch import Group, Nursery, NurseryError
-from zerosim.real_ranks.messages import Arrived, Go, Hello, Job, Ready, Simulated, Stepped
-from zerosim.records.real_ranks import RECIPES, RING, SCHEMA, Corroboration, Run, Settings
+from zerosim.bands import Array
+from zerosim.layers import Model
+from zerosim.real_ranks import agreement, cases
+from zerosim.real_ranks.cases import COLLECTIVES, Case
+from zerosim.real_ranks.comparison import RunComparison
+from zerosim.real_ranks.connection import Arrived, Began, Connection, Go, Hello, Ready, Stepped
+from zerosim.real_ranks.coordinator import Coordinator, RankFailure
+from zerosim.real_ranks.processes import Heartbeat, children, meeting_point
+from zerosim.real_ranks.simulation import Simulation, calls_of_a_step, one_thread
+from zerosim.records.real_ranks import (
+    BITS,
+    PROCESS,
+    RECIPES,
+    RING,
+    SCHEMA,
+    SOCKETS,
+    WORKING,
+    Corroboration,
+    Run,
+    Settings,
+)
 from zerosim.records.results import Failure
 from zerosim.util import arguments
 
 Advance = Callable[[str], None]
+Batches = list[list[tuple[Array, Array]]]
 METERED = ("gloo",)  # backends whose framing is known, and that sum in the order of the ring
 INTERRUPTED = "Interrupted."
-_PATIENCE = 10  # times longer than the command do ranks that it started wait: it is the command that ends them
-
-
-class Disagreement(ValueError):
-    """The ranks do not agree about what is to be done, or with which code; the message says which differs in what."""
+PATIENCE = 10  # times longer than the command do ranks wait: it is the command that ends them
 
 
 def run(
-    settings: Settings, advance: Advance = lambda doing: None, *, timeout: float = 30.0, interface: str | None = None
+    settings: Settings,
+    advance: Advance = lambda doing: None,
+    *,
+    timeout: float = 30.0,
+    interface: str | None = None,
+    model: Model | None = None,
+    data: Batches | None = None,
 ) -> Corroboration:
-    """Start the ranks on this machine and hold them to the simulator, in all of ``agreed.plans(settings)``.
+    """Start the ranks on this machine and hold them to the simulator, in all of ``cases(settings)``.
 
-    ``advance`` is told of each of the ``work(settings)`` pieces. ``timeout``: seconds without
-    progress after which it is over; ``interface``: what ranks may talk over, loopback unless
-    told otherwise. A rank that fails, and an interrupt, end it early: what was found up to there
-    is returned, marked incomplete, and no process, socket or file is left. ValueError, or
-    ModuleNotFoundError without torch, for what cannot be run, before anything is.
+    ``advance`` is told of each of the ``work(settings)`` pieces. ``timeout``: seconds without progress after
+    which it is over; ``interface``: what ranks may talk over, loopback unless told otherwise. ``model`` and
+    ``data``, for each step the batch of every rank, are the settings' unless given. A rank that fails, and an
+    interrupt, end it early: what was found up to there is returned, marked incomplete, and no process, socket
+    or file is left. ValueError, or ModuleNotFoundError without torch, for what cannot be run, before anything is.
     """
     validate(settings)
     advance("starting the ranks")
+    model, data = model or cases.model(settings), data or cases.data(settings)
     found = None
-    with (
-        contextlib.suppress(KeyboardInterrupt),  # before the first run began, or while tidying up
-        Nursery(interface=interface) as nursery,
-        Group(nursery, settings.ranks) as group,
-    ):
-        found = on(group, jobs(group, settings, timeout), advance, timeout)
-    return found or nothing(settings)
+    with contextlib.suppress(KeyboardInterrupt):  # before the first run began, or while tidying up
+        found = _on_this_machine(settings, advance, timeout, interface or loopback(), model, data)
+    return found or nothing(settings, model)
 
 
-def on(group: Group, orders: Sequence[Job], advance: Advance, timeout: float) -> Corroboration:
-    """``run`` on ranks that have been started, with what each of them is told to do."""
-    hub = Hub(group.lines, timeout, group)
-    for order, line in zip(orders, group.lines, strict=True):
-        line.send(order)
-    return lead(hub, group.nursery, orders[0].settings, advance)
+def _on_this_machine(
+    settings: Settings, advance: Advance, timeout: float, interface: str, model: Model, data: Batches
+) -> Corroboration:
+    from zerosim.real_ranks import worker  # only now: it imports torch
+    from zerosim.worlds import torch_ring
 
+    with meeting_point() as path:
 
-def jobs(group: Group, settings: Settings, timeout: float) -> list[Job]:
-    """What each rank of a group is to be told."""
-    store = group.new_file("store")
-    return [
-        Job(rank=rank, world=settings.ranks, settings=settings, store=store, timeout=_PATIENCE * timeout)
-        for rank in range(settings.ranks)
-    ]
+        def rank(connection: Connection, heartbeat: Heartbeat, number: int) -> None:
+            store = torch_ring.file_store(path, settings.ranks)
+            task = worker.Task(number, settings.ranks, number, settings, model, data, PATIENCE * timeout, interface)
+            with contextlib.suppress(worker.Dismissed):
+                worker.take_part(connection, task, store, heartbeat)
+
+        with children(settings.ranks, rank) as ranks:
+            coordinator = Coordinator([each.connection for each in ranks], timeout, ranks)
+            return coordinate(coordinator, settings, advance, model, data)
 
 
 def validate(settings: Settings) -> None:
@@ -85,150 +101,181 @@ def validate(settings: Settings) -> None:
     for precision in settings.precisions:
         arguments.one_of("corroborate", "precision", precision, RECIPES)
     for collectives in settings.collectives:
-        arguments.one_of("corroborate", "collectives", collectives, agreed.COLLECTIVES)
-    arguments.one_of("corroborate", "wire", settings.wire, ("fp32", agreed.WORKING))
+        arguments.one_of("corroborate", "collectives", collectives, COLLECTIVES)
+    arguments.one_of("corroborate", "wire", settings.wire, ("fp32", WORKING))
 
 
 def work(settings: Settings) -> int:
     """How many times ``run`` will call ``advance``."""
-    return 1 + len(agreed.plans(settings)) * settings.steps
+    return 1 + len(cases.cases(settings)) * settings.steps
 
 
-def lead(hub: Hub, nursery: Nursery, settings: Settings, advance: Advance) -> Corroboration:
-    """See that the ranks agree, take them and a simulator through all runs, and compare. Disagreement if they do not.
+def coordinate(
+    coordinator: Coordinator, settings: Settings, advance: Advance, model: Model, data: Batches
+) -> Corroboration:
+    """See that the ranks agree, take them and the simulator through all runs, and compare.
 
-    The simulator is forked from ``nursery``.
+    Disagreement if they do not agree.
     """
-    found = None
-    with contextlib.suppress(KeyboardInterrupt), Group(nursery, 1, "zerosim.real_ranks.simulated") as group:
-        simulator = Hub(group.lines, hub.timeout, group, who="The simulator")
-        simulator.tell(Job(rank=0, world=settings.ranks, settings=settings, store="", timeout=hub.timeout))
-        found = _take_through(hub, simulator, settings, advance)
-    return found or nothing(settings)
+    with one_thread():
+        return _Corroboration(coordinator, settings, advance, model, data).go()
 
 
-def _take_through(hub: Hub, simulator: Hub, settings: Settings, advance: Advance) -> Corroboration:
-    runs: list[Run] = []
-    failures: list[Failure] = []
-    ready = _NOT_READY
-    versions: dict[str, str] = {}
-    evidence: Evidence | None = None
-    ended = ""
-    try:
-        versions = _agree(hub)
-        ready = _ready(hub, settings)
-        for plan in agreed.plans(settings):
-            comparable = plan.collectives == RING or BITS not in ready.unmeasured
-            evidence = Evidence(settings, plan, metered=settings.backend in METERED, comparable=comparable)
-            for step in range(1, settings.steps + 1):
-                doing = f"{plan}: step {step} of {settings.steps}"
-                advance(doing)
-                hub.tell(Go())
-                for _ in ("before the step", "after it"):  # where all have read their counters, and all may
-                    hub.gather(Arrived, doing)
-                    hub.tell(Go())
-                told = hub.gather(Stepped, doing)
-                simulator.tell(Go())  # only now, when its computing disturbs no measurement
-                [expected] = simulator.gather(Simulated, doing)
-                evidence.step(expected, told)
-            runs.append(evidence.record())
-            failures += evidence.failures
-            evidence = None
-    except (RankFailure, NurseryError) as failure:
-        ended = str(failure)
-    except KeyboardInterrupt:
-        ended = hub.verdict() or INTERRUPTED
-    if evidence is not None:
-        runs.append(evidence.record())
-        failures += evidence.failures
-    hub.dismiss(ended, 1 if ended or failures else 0)
-    return _record(settings, ended, versions, ready, runs, failures)
+class _Corroboration:
+    """A corroboration under way."""
+
+    def __init__(
+        self, coordinator: Coordinator, settings: Settings, advance: Advance, model: Model, data: Batches
+    ) -> None:
+        self._coordinator, self._settings, self._advance = coordinator, settings, advance
+        self._model, self._data = model, data
+        self._runs: list[Run] = []
+        self._failures: list[Failure] = []
+        self._elsewhere: dict[str, int] = {}
+        self._comparison: RunComparison | None = None
+
+    def go(self) -> Corroboration:
+        """All of it, or as far as it goes; the record."""
+        ready, versions, ended, errors = _NOT_READY, dict[str, str](), "", dict[int, str]()
+        try:
+            versions = _agree(self._coordinator)
+            ready = _ready(self._coordinator, self._settings)
+            for case in cases.cases(self._settings):
+                comparable = case.collectives == RING or BITS not in ready.unmeasured
+                self._run(case, comparable, ready.memory)
+                self._keep()
+        except RankFailure as failure:
+            ended, errors = str(failure), failure.others
+        except KeyboardInterrupt:
+            verdict = self._coordinator.verdict()
+            ended, errors = (verdict.text, verdict.others) if verdict else (INTERRUPTED, {})
+        self._keep()
+        self._coordinator.dismiss(ended, 1 if ended or self._failures else 0)
+        return _record(
+            self._settings, self._model, ended, versions, ready, self._runs, self._failures, errors, self._elsewhere
+        )
+
+    def _keep(self) -> None:
+        """What the run under way has found."""
+        if self._comparison is not None:
+            self._runs.append(self._comparison.record())
+            self._failures += self._comparison.failures
+            for name, count in self._comparison.elsewhere.items():
+                self._elsewhere[name] = self._elsewhere.get(name, 0) + count
+        self._comparison = None
+
+    def _run(self, case: Case, comparable: bool, memory: list[int]) -> None:
+        coordinator, settings = self._coordinator, self._settings
+        simulation = Simulation(settings, case, self._model)
+        self._comparison = comparison = RunComparison(
+            settings, case, metered=settings.backend in METERED, comparable=comparable
+        )
+        coordinator.tell(Go())
+        comparison.begin(simulation.states, coordinator.gather(Began, f"{case}: the start"), memory)
+        for step, batch in enumerate(self._data, start=1):
+            doing = f"{case}: step {step} of {settings.steps}"
+            self._advance(doing)
+            coordinator.tell(Go())
+            coordinator.gather(Arrived, doing)  # all have read their counters
+            coordinator.calls = lambda: calls_of_a_step(settings, case, self._model, self._data[0])
+            coordinator.tell(Go())
+            coordinator.gather(Arrived, doing)  # all have ended the step
+            coordinator.calls = None
+            coordinator.tell(Go())
+            stepped = coordinator.gather(Stepped, doing)
+            comparison.step(simulation.step(batch), stepped)  # only now, when its computing disturbs no measurement
 
 
-_NOT_READY = Ready(order="", unmeasured={}, addresses=[])
+class _Ready(msgspec.Struct):
+    """What the ranks found, put together. ``memory`` is each rank's."""
+
+    order: str = ""
+    unmeasured: dict[str, str] = {}
+    addresses: list[str] = []
+    memory: list[int] = []
 
 
-def nothing(settings: Settings) -> Corroboration:
+_NOT_READY = _Ready()
+
+
+def nothing(settings: Settings, model: Model) -> Corroboration:
     """The record of what was interrupted before it began."""
-    return _record(settings, INTERRUPTED, {}, _NOT_READY, [], [])
+    return _record(settings, model, INTERRUPTED, {}, _NOT_READY, [], [], {}, {})
 
 
 def _record(
-    settings: Settings, ended: str, versions: dict[str, str], ready: Ready, runs: list[Run], failures: list[Failure]
-) -> Corroboration:
+    settings: Settings, model: Model, ended: str, versions: dict[str, str], ready: _Ready, runs: list[Run],
+    failures: list[Failure], errors: dict[int, str], elsewhere: dict[str, int],
+) -> Corroboration:  # fmt: skip
     return Corroboration(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions,
         settings=settings,
-        n_params=agreed.model(settings).n_params,
+        n_params=model.n_params,
         complete=not ended,
         ended=ended,
+        errors={str(rank): text for rank, text in errors.items()},
         order=ready.order,
         unmeasured=ready.unmeasured,
+        elsewhere=elsewhere,
         addresses=ready.addresses,
         runs=runs,
         failures=failures,
     )
 
 
-def _agree(hub: Hub) -> dict[str, str]:
+def _agree(coordinator: Coordinator) -> dict[str, str]:
     """Let the ranks begin if all can, believe the same and run the code that runs here; their libraries' versions."""
-    hellos = hub.gather(Hello, "introducing themselves")
+    hellos = coordinator.gather(Hello, "introducing themselves")
     if unfit := next((hello.unfit for hello in hellos if hello.unfit), ""):
-        hub.dismiss(unfit, 2)
+        coordinator.dismiss(unfit, 2)
         raise ValueError(unfit)
-    found = differences(
+    found = agreement.differences(
         {f"rank {rank}": facts(hello) for rank, hello in enumerate(hellos)}
-        | {"the command": {"code": agreed.code_version()}}
+        | {"the command": {"code": agreement.code_version()}}
     )
     if found:
         text = f"The ranks do not agree, and nothing was run: {'; '.join(found)}."
-        hub.dismiss(text, 2)
-        raise Disagreement(text)
-    hub.tell(Go())
+        coordinator.dismiss(text, 2)
+        raise agreement.Disagreement(text)
+    coordinator.tell(Go())
     return hellos[0].versions
 
 
 def facts(hello: Hello) -> dict[str, Any]:
-    """What a rank believes, by name."""
+    """What a rank believes and runs, by name."""
     return {
         "world size": hello.world,
         "code": hello.code,
         **{f"version of {name}": version for name, version in hello.versions.items()},
+        **{f"threads of {name}": count for name, count in hello.threads.items()},
         **msgspec.to_builtins(hello.settings),
     }
 
 
-def differences(beliefs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """For each that differs from most of the others, in what and how."""
-    found = []
-    for name in dict.fromkeys(name for each in beliefs.values() for name in each):
-        values = {who: each[name] for who, each in beliefs.items() if name in each}
-        [(usual, _)] = Counter(map(repr, values.values())).most_common(1)
-        found += [
-            f"{who} has {name} {value!r} where most have {usual}"
-            for who, value in values.items()
-            if repr(value) != usual
-        ]
-    return found
-
-
-def _ready(hub: Hub, settings: Settings) -> Ready:
+def _ready(coordinator: Coordinator, settings: Settings) -> _Ready:
     """Wait until the ranks are connected; what they found, put together."""
-    each = hub.gather(Ready, "connecting and the first steps")
+    each = coordinator.gather(Ready, "connecting and the first steps")
     unmeasured = {name: why for ready in each for name, why in ready.unmeasured.items()}
     if settings.backend not in METERED:
-        unmeasured = dict.fromkeys((PROCESS, SOCKETS), f"what {settings.backend} adds to a payload is not known")
+        unmeasured |= dict.fromkeys((PROCESS, SOCKETS), f"what {settings.backend} adds to a payload is not known")
     order = "ring" if all(ready.order == "ring" for ready in each) else "other"
     if order != "ring" and settings.backend not in METERED:
         unmeasured[BITS] = f"{settings.backend}'s own all-reduce sums in another order than the ring"
-    return Ready(
+    return _Ready(
         order=order,
         unmeasured=unmeasured,
-        addresses=sorted(set(_flat(ready.addresses for ready in each))),
+        addresses=sorted({address for ready in each for address in ready.addresses}),
+        memory=[ready.memory for ready in each],
     )
 
 
-def _flat(lists: Iterable[list[str]]) -> list[str]:
-    return [each for some in lists for each in some]
+def loopback() -> str:
+    """The name of the network interface that has 127.0.0.1."""
+    import psutil
+
+    for name, known in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in known):
+            return name
+    raise OSError("corroborate(interface): no interface has the address 127.0.0.1; name one with --interface.")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from zerosim.bands import Band
+from zerosim.bands import Band, Place
 from zerosim.ledger import EventKind, Phase
 from zerosim.records import results as recorded
 from zerosim.records.files import ResultsError
@@ -26,6 +26,7 @@ from zerosim.records.results import (
     StepRecord,
     SweepRow,
 )
+from zerosim.stages import Over
 
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
 
@@ -54,7 +55,7 @@ def contradictions(results: Results) -> Iterator[str]:
         yield from (f"{record.name}: {wrong}" for wrong in _scheme(record, settings))
     yield from _differences(results)
     yield from _sweep(results)
-    yield from _artefacts(results)
+    yield from _ablations(results)
     yield from _verdicts(results)
 
 
@@ -62,28 +63,33 @@ def contradictions(results: Results) -> Iterator[str]:
 
 
 def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
-    death, done = record.death, len(record.steps)
-    expected = settings.steps if death is None else max(death.step - 1, 0)
+    shortage, done = record.out_of_memory, len(record.steps)
+    expected = settings.steps if shortage is None else max(shortage.step - 1, 0)
     if done != expected or [step.step for step in record.steps] != list(range(1, done + 1)):
         yield f"{expected} completed steps should be numbered from 1; got {[step.step for step in record.steps]}"
-    if death is not None:
-        if settings.capacity is None or death.step > settings.steps or death.rank >= settings.ranks:
-            yield f"it cannot have run out of memory in step {death.step}, rank {death.rank}, of these settings"
-        elif sum(death.held.values()) + death.asked <= settings.capacity:
-            yield f"{death.asked:,} B more would have fitted on the card where it ran out of memory"
-        yield from _bands("held at its end", [*death.held, death.band])
+    if shortage is not None:
+        capacity = {"card": settings.capacity, "host": settings.host_capacity}.get(shortage.place)
+        if capacity is None or shortage.step > settings.steps or shortage.rank >= settings.ranks:
+            yield f"it cannot have run out of memory in step {shortage.step}, rank {shortage.rank}, of these settings"
+        elif sum(shortage.held.values()) + shortage.asked <= capacity:
+            yield f"{shortage.asked:,} B more would have fitted on the {shortage.place} where it ran out of memory"
+        yield from _bands("held at its end", [*shortage.held, shortage.band])
     predicted = record.prediction
     for what, bands in (
         ("predicted at rest", predicted.resident),
         ("predicted at the peak", predicted.peak),
         ("predicted at the peak without activations", predicted.peak_without_activations),
+        ("predicted at rest on the host", predicted.host),
+        ("predicted at the peak on the host", predicted.host_peak),
         *((f"predicted for {collective}", bands) for collective, bands in predicted.traffic.items()),
+        *((f"predicted out of a node for {name}", bands) for name, bands in predicted.node_outside.items()),
+        *((f"predicted for copies to the {place}", bands) for place, bands in predicted.copies.items()),
     ):
         yield from _bands(what, bands)
     yield from _per_rank(settings.ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
     for step in record.steps:
-        yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings.ranks))
-    if done and death is None and record.events:
+        yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings))
+    if done and shortage is None and record.events:
         last = record.steps[-1]
         yield from _log(record.events, sum(last.resident.values()), last.peak.total)
         for name in dict.fromkeys(moved.collective for moved in last.traffic):
@@ -94,20 +100,36 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
         yield from _log(record.events)
 
 
-def _step(step: StepRecord, ranks: int) -> Iterator[str]:
-    resident = sum(step.resident.values())
-    yield from _bands("at rest", step.resident)
-    for what, peak in (("the peak", step.peak), ("the peak without activations", step.peak_without_activations)):
+def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
+    resident, ranks, node = sum(step.resident.values()), settings.ranks, settings.node or settings.ranks
+    for what, bands in (
+        ("at rest", step.resident), ("at rest on the host", step.host),
+        *((f"copied to the {place}", bands) for place, bands in step.copies.items()),
+    ):  # fmt: skip
+        yield from _bands(what, bands)
+    yield from _known("place", step.copies, tuple(Place))
+    for what, peak in (
+        ("the peak", step.peak), ("the peak without activations", step.peak_without_activations),
+        ("the peak on the host", step.host_peak),
+    ):  # fmt: skip
         yield from _bands(f"at {what}", peak.by_band)
         if sum(peak.by_band.values()) != peak.total:
             yield f"the bands at {what} sum to {sum(peak.by_band.values()):,}, not to {peak.total:,}"
         yield from _known("phase", [peak.phase], _PHASES)
     if not max(resident, step.peak_without_activations.total) <= step.peak.total:
         yield f"no instant can be higher than the peak, {step.peak.total:,} B"
+    if sum(step.host.values()) > step.host_peak.total:
+        yield f"no instant on the host can be higher than its peak, {step.host_peak.total:,} B"
     yield from _per_rank(ranks, padding=step.padding)
     for moved in step.traffic:
         yield from _bands(f"moved by {moved.collective}", [moved.band])
         yield from _per_rank(ranks, sent=moved.sent, received=moved.received, padding_sent=moved.padding)
+        yield from _per_rank(ranks, bytes_out_of_its_node=moved.outside)
+        if any(out > sent for out, sent in zip(moved.outside, moved.sent, strict=False)):
+            yield f"{moved.collective} sent more out of a node than it sent"
+        nodes = {sum(moved.outside[start : start + node]) for start in range(0, ranks, node)}
+        if nodes != {moved.node_outside}:
+            yield f"of {moved.collective}, {moved.node_outside:,} B should be what the ranks of each node sent outward"
         if any(pad > sent for pad, sent in zip(moved.padding, moved.sent, strict=False)):
             yield f"{moved.collective} sent more padding than bytes"
     if len({(moved.collective, moved.band) for moved in step.traffic}) != len(step.traffic):
@@ -142,17 +164,31 @@ def _log(events: Sequence[EventRecord], resident: int | None = None, peak: int |
 
 
 def _differences(results: Results) -> Iterator[str]:
-    """Every scheme that completed a step is compared; the first of them only if it has copies to compare."""
-    ranks, expected = results.settings.ranks, []
+    """Each scheme that completed a step is compared with the first of its order; that one if it has copies."""
+    ranks, node, expected, apart = results.settings.ranks, results.settings.node, [], []
     for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
-        alive = [record for record in results.schemes if len(record.steps) >= step]
-        expected += [(step, each.name) for each in alive if not (each is alive[0] and each.row.optimizer and ranks > 1)]
-    if [(each.step, each.scheme) for each in results.differences] != expected:
-        yield f"{len(expected)} comparisons belong to these steps, each of its own scheme; got others"
-    for each in results.differences:
+        orders: dict[tuple[object, ...], list[SchemeRecord]] = {}
+        for record in results.schemes:
+            if len(record.steps) >= step:
+                orders.setdefault(results.settings.order(record.row), []).append(record)
+        for alive in orders.values():
+            whole = _shards_all(alive[0], ranks, node)
+            expected += [(step, each.name) for each in alive if not (each is alive[0] and whole)]
+        apart += [(step, alive[0].name) for alive in list(orders.values())[1:]]
+    for what, found, wanted in (
+        ("comparisons", results.differences, expected), ("distances between orders", results.between_orders, apart)
+    ):  # fmt: skip
+        if [(each.step, each.scheme) for each in found] != wanted:
+            yield f"{len(wanted)} {what} belong to these steps, each of its own scheme; got others"
+    for each in [*results.differences, *results.between_orders]:
         yield from (f"{each.scheme}, compared after step {each.step}: {wrong}" for wrong in _difference(each))
     if len({frozenset(each.differing) for each in results.differences}) > 1:
         yield "the comparisons are not all of the same bands"
+
+
+def _shards_all(record: SchemeRecord, ranks: int, node: int | None) -> bool:
+    """Whether no two ranks hold the same optimizer state, so that a scheme has nothing to compare with itself."""
+    return record.row.on(ranks, node).optimizer is Over.ALL
 
 
 def _difference(each: Difference) -> Iterator[str]:
@@ -183,7 +219,7 @@ def _row(row: SweepRow) -> Iterator[str]:
         yield f"the bands at rest sum to {sum(row.resident_by_band.values()):,}, not to {row.resident:,}"
     if not max(row.resident, row.peak_without_activations) <= row.peak:
         yield f"no instant can be higher than the peak, {row.peak:,} B"
-    if not row.survives and (row.peak or row.sent or row.events):
+    if not row.fits and (row.peak or row.sent or row.events):
         yield "what ran out of memory has nothing measured"
     if row.events:
         yield from _log(row.events, row.resident, row.peak)
@@ -191,9 +227,13 @@ def _row(row: SweepRow) -> Iterator[str]:
             yield f"its log sends {_sent(row.events):,} B, its record {row.sent:,}"
 
 
-def _artefacts(results: Results) -> Iterator[str]:
-    found = results.artefacts
+def _ablations(results: Results) -> Iterator[str]:
+    found = results.ablations
     drifts = [*found.whole_model_bucket.values(), *([found.narrow_wire.drift] if found.narrow_wire else [])]
+    if found.int8_params and not len(found.int8_params.losses) == len(found.int8_params.losses_exact) == (
+        results.settings.steps
+    ):
+        yield f"losses in int8, and beside it, are those of {results.settings.steps} steps"
     for drift in drifts:
         if not len(drift.differing) == len(drift.largest) == results.settings.steps:
             yield f"a drift is given after each of the {results.settings.steps} steps"
@@ -215,23 +255,38 @@ def _verdicts(results: Results) -> Iterator[str]:
         if any(each.differing.values()) and (Check.SAME_TRAINING, each.scheme, ranks) not in said:
             yield f"bits of {each.scheme} differ after step {each.step}, and no failure says so"
     for step in range(max(len(record.steps) for record in results.schemes)):
-        losses = {str(record.steps[step].loss) for record in results.schemes if step < len(record.steps)}
-        if len(losses) > 1 and not any(check == Check.SAME_TRAINING for check, _, _ in said):
+        losses = {
+            (results.settings.order(record.row), str(record.steps[step].loss))
+            for record in results.schemes
+            if step < len(record.steps)
+        }
+        orders = {order for order, _ in losses}
+        if len(losses) > len(orders) and not any(check == Check.SAME_TRAINING for check, _, _ in said):
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
-        fits = results.settings.capacity is None or sum(record.prediction.peak.values()) <= results.settings.capacity
-        as_predicted = fits == (record.death is None) and all(_as_predicted(record, step) for step in record.steps)
+        peaks = sum(record.prediction.peak.values()), sum(record.prediction.host_peak.values())
+        fits = _fits(results.settings, *peaks)
+        as_predicted = fits == (record.out_of_memory is None) and all(
+            _as_predicted(record, step) for step in record.steps
+        )
         if not as_predicted and (Check.AS_PREDICTED, record.name, ranks) not in said:
             yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
     for row in results.sweep:
-        measured = (row.resident, row.peak, row.peak_without_activations, row.sent)
+        measured = (row.resident, row.peak, row.peak_without_activations, row.sent, row.host_peak)
         expected = (
             row.resident_predicted, row.peak_predicted, row.peak_without_activations_predicted, row.sent_predicted,
+            row.host_peak_predicted,
         )  # fmt: skip
-        fits = results.settings.capacity is None or row.peak_predicted <= results.settings.capacity
-        as_predicted = row.survives == row.survives_predicted == fits and (not row.survives or measured == expected)
+        fits = _fits(results.settings, row.peak_predicted, row.host_peak_predicted)
+        as_predicted = row.fits == row.fits_predicted == fits and (not row.fits or measured == expected)
         if not as_predicted and (Check.AS_PREDICTED, row.scheme, row.ranks) not in said:
             yield f"the sweep, {row.scheme}, N = {row.ranks}: not as predicted, and no failure says so"
+
+
+def _fits(settings: Settings, card: int, host: int) -> bool:
+    """Whether peaks of so many bytes fit on the card and the host."""
+    needs = (settings.capacity, card), (settings.host_capacity, host)
+    return all(capacity is None or peak <= capacity for capacity, peak in needs)
 
 
 def _as_predicted(record: SchemeRecord, step: StepRecord) -> bool:
@@ -244,6 +299,11 @@ def _as_predicted(record: SchemeRecord, step: StepRecord) -> bool:
         and step.peak.by_band == expected.peak
         and step.peak_without_activations.by_band == expected.peak_without_activations
         and step.flops == expected.flops
+        and (step.host, step.host_peak.by_band, step.copies) == (expected.host, expected.host_peak, expected.copies)
+        and all(
+            moved.node_outside == expected.node_outside.get(moved.collective, {}).get(moved.band, 0)
+            for moved in step.traffic
+        )
         and step.padding == expected.padding
         and sent == wanted
         and (not sent or [sum(column) for column in columns] == expected.padding_sent)

@@ -8,15 +8,47 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
+from zerosim.bands import PRECISIONS, WIRES
+from zerosim.options import Options
 from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.records.results import Failure
+from zerosim.stages import Stage
 
-SCHEMA = "zerosim.corroborate/1"
+SCHEMA = "zerosim.corroborate/2"
 COLLECTIVES = RING, NATIVE = "ring", "native"
 RECIPES = ("mixed", "bf16", "fp32")  # the precisions that are run
 BACKENDS = ("gloo", "nccl", "mpi")
-FAULTS = ("bit", "hop", "kill", "stop")
-EXTRA_HOP = 1000  # bytes that the fault "hop" sends
+FAULTS = {
+    "bit": "flip a bit of a parameter",
+    "gradient": "flip a bit of a gradient",
+    "weights": "begin with another weight",
+    "data": "train on other data",
+    "loss": "tell another loss",
+    "threads": "compute on two threads",
+    "hop": "send a block that nobody booked",
+    "skip": "leave an operation out",
+    "connection": "send over a connection of its own",
+    "datagram": "send a datagram",
+    "memory": "allocate 300 MB outside of the ledger",
+    "error": "raise an error",
+    "kill": "kill the rank",
+    "stop": "stop it",
+}
+PROCESS, SOCKETS, NAMESPACE = "process", "sockets", "namespace"  # meters
+START, LOSSES, BITS, BYTES, MEMORY = "start", "losses", "bits", "bytes", "memory"
+CHECKS = {
+    START: "every rank begins with the simulator's states",
+    LOSSES: "every rank's loss is the simulator's, to the last bit",
+    BITS: "every rank holds what the simulator says, after every step, as raw bits",
+    BYTES: "what was sent is the same by every count of it, and none is unexplained",
+    MEMORY: "every rank holds what the simulator says, band by band, at rest and at the peak",
+}
+"""What is checked, in the order in which a failure of one can cause failures of the next."""
+WORKING = "working"
+EXTRA_BYTES = 1000  # that the faults send
+EXTRA_MEMORY = 300_000_000  # bytes that the fault "memory" allocates
 
 
 class Fault(Record):
@@ -30,8 +62,9 @@ class Fault(Record):
 class Settings(Record):
     """What was asked for, and what all ranks must agree on.
 
-    ``batch`` is rows per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
-    working copy. A run is one scheme, one of ``collectives`` and one of ``precisions``.
+    ``batch`` is samples per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
+    working copy. A run is one of ``rows``, one of ``collectives`` and one of ``precisions``.
+    ``schedule`` has further options of the training runs, by keyword.
     """
 
     ranks: int
@@ -45,6 +78,14 @@ class Settings(Record):
     wire: str
     backend: str
     fault: Fault | None
+    rows: list[Stage]
+    schedule: dict[str, int | str | bool | None] = msgspec.field(default_factory=dict)
+
+    def options(self, precision: str) -> Options:
+        """The options of the runs in that precision."""
+        working = PRECISIONS[precision].working
+        wire = self.wire if self.wire != WORKING else next(name for name, dtype in WIRES.items() if dtype == working)
+        return Options(precision=precision, wire=wire, **self.schedule)  # type: ignore[arg-type]
 
 
 class Flow(Record):
@@ -72,7 +113,7 @@ class RankRecord(Record):
     received: Flow
     resident: dict[str, int]
     peak: dict[str, int]
-    rss: int
+    memory: int
 
 
 class StepTime(Record):
@@ -87,13 +128,13 @@ class StepTime(Record):
 
 
 class Run(Record):
-    """One scheme on one wire in one precision, simulated and real.
+    """One row on one kind of collectives in one precision, simulated and real.
 
-    ``compared`` and ``differing`` count elements by band over all ranks and steps;
+    ``compared`` and ``differing`` count elements by band over all ranks, at the start and after every step;
     ``losses`` are the means over ranks. ``resident`` and ``peak`` are the simulator's.
     """
 
-    scheme: str
+    row: Stage
     collectives: str
     precision: str
     complete: bool
@@ -106,11 +147,18 @@ class Run(Record):
     ranks: list[RankRecord]
     times: list[StepTime]
 
+    @property
+    def scheme(self) -> str:
+        """The row's name."""
+        return self.row.name
+
 
 class Corroboration(Record):
     """Everything that was found.
 
-    ``ended`` says why if it is not ``complete``. ``order`` is the order in which the backend's
+    ``ended`` says why if it is not ``complete``, and ``errors`` what other ranks than those to blame said,
+    by rank. ``elsewhere`` counts what the network namespace did during the steps that no rank's meter covers:
+    connections opened and datagrams sent, by whomever. ``order`` is the order in which the backend's
     own all-reduce was seen to sum: ``ring`` is the simulator's. ``unmeasured`` says why a meter
     has no readings; ``addresses`` are those of the sockets that the ranks used.
     """
@@ -122,8 +170,10 @@ class Corroboration(Record):
     n_params: int
     complete: bool
     ended: str
+    errors: dict[str, str]
     order: str
     unmeasured: dict[str, str]
+    elsewhere: dict[str, int]
     addresses: list[str]
     runs: list[Run]
     failures: list[Failure]

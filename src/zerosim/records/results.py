@@ -27,7 +27,8 @@ class Settings(Record):
     """What was asked for.
 
     ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
-    ``capacity`` is the bytes of a card, or None for no limit.
+    ``capacity`` is the bytes of a card, ``host_capacity`` those of the host for each rank, or None for no
+    limit. ``node`` ranks are a group, and ``wire_params`` is what parameters are sent in, if it is not ``wire``.
     """
 
     ranks: Positive
@@ -41,12 +42,25 @@ class Settings(Record):
     data: str
     capacity: Positive | None
     widths: list[Positive]
+    node: Positive | None = None
+    host_capacity: Positive | None = None
+    wire_params: str | None = None
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
         return Options(
-            precision=self.precision, wire=self.wire, gather=cast("Gather", self.gather), capacity=self.capacity
+            precision=self.precision,
+            wire=self.wire,
+            gather=cast("Gather", self.gather),
+            capacity=self.capacity,
+            host_capacity=self.host_capacity,
+            node=self.node,
+            wire_params=self.wire_params,
         )
+
+    def order(self, row: Stage, ranks: int | None = None) -> tuple[object, ...]:
+        """What decides the bits of a row's training under these settings: see ``Stage.order``."""
+        return row.on(ranks or self.ranks, self.node).order(self.wire_params)
 
 
 class Check(StrEnum):
@@ -66,7 +80,7 @@ class PeakRecord(Record):
 
 
 class TrafficRecord(Record):
-    """What one collective moved for one band in a step."""
+    """What one collective moved for one band in a step; ``outside`` is what left the rank's node, or all of a node."""
 
     collective: str
     band: str
@@ -74,10 +88,12 @@ class TrafficRecord(Record):
     received: list[Count]
     padding: list[Count]
     messages: Count
+    outside: list[Count]
+    node_outside: Count
 
 
 class StepRecord(Record):
-    """One step of one scheme, measured."""
+    """One step of one scheme, measured. ``copies`` over the host link are by the place that they go to, and band."""
 
     step: Count
     loss: float
@@ -88,10 +104,21 @@ class StepRecord(Record):
     traffic: list[TrafficRecord]
     flops: dict[str, Count]
     seconds: dict[str, float]
+    host: dict[str, Count]
+    host_peak: PeakRecord
+    copies: dict[str, dict[str, Count]]
 
     def sent(self) -> int:
         """Bytes sent by the busiest rank, all collectives together."""
         return max((sum(column) for column in zip(*(moved.sent for moved in self.traffic), strict=True)), default=0)
+
+    def node_outside(self) -> int:
+        """Bytes that left each node, all collectives together."""
+        return sum(moved.node_outside for moved in self.traffic)
+
+    def copied(self) -> int:
+        """Bytes that each rank copied over its host link, both ways together."""
+        return sum(sum(bands.values()) for bands in self.copies.values())
 
 
 class Prediction(Record):
@@ -104,6 +131,10 @@ class Prediction(Record):
     padding: list[Count]
     padding_sent: list[Count]
     flops: dict[str, Count]
+    node_outside: dict[str, dict[str, Count]]
+    host: dict[str, Count]
+    host_peak: dict[str, Count]
+    copies: dict[str, dict[str, Count]]
 
 
 class EventRecord(Record, array_like=True):
@@ -118,8 +149,12 @@ class EventRecord(Record, array_like=True):
     phase: str
 
 
-class Death(Record):
-    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
+class OutOfMemoryRecord(Record):
+    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much.
+
+    ``place`` says whose memory it was, ``"card"`` or ``"host"``, ``held`` what was there, and ``on_card`` what
+    was on the card, whichever it was.
+    """
 
     step: Count
     rank: Count
@@ -127,6 +162,8 @@ class Death(Record):
     unit: str
     asked: Count
     held: dict[str, Count]
+    place: str
+    on_card: dict[str, Count]
 
 
 class SchemeRecord(Record):
@@ -136,7 +173,7 @@ class SchemeRecord(Record):
     prediction: Prediction
     steps: list[StepRecord]
     events: list[EventRecord]
-    death: Death | None
+    out_of_memory: OutOfMemoryRecord | None
 
     @property
     def name(self) -> str:
@@ -147,8 +184,8 @@ class SchemeRecord(Record):
 class Difference(Record):
     """The same training, for a scheme after a step: elements whose bits differ over all ranks, and by how much.
 
-    By band, against data parallel, or the first scheme that has survived; data parallel itself
-    against its first rank.
+    By band, against the first scheme that is still running; that one, where its ranks hold whole
+    states, against its own first rank.
     """
 
     scheme: str
@@ -160,7 +197,7 @@ class Difference(Record):
 class SweepRow(Record):
     """A scheme on N ranks: bytes per rank, measured and predicted, and the events of the last step.
 
-    Zero and empty where the run did not survive.
+    Zero and empty where the run ran out of memory.
     """
 
     ranks: Count
@@ -173,8 +210,10 @@ class SweepRow(Record):
     peak_without_activations_predicted: Count
     sent: Count
     sent_predicted: Count
-    survives: bool
-    survives_predicted: bool
+    host_peak: Count
+    host_peak_predicted: Count
+    fits: bool
+    fits_predicted: bool
     resident_by_band: dict[str, Count]
     events: list[EventRecord]
 
@@ -211,7 +250,16 @@ class NarrowWire(Record):
     drift: Drift
 
 
-class Artefacts(Record):
+class Int8Params(Record):
+    """ZeRO-3 that sends parameters in int8, with their scales, beside itself: bytes of one step, the losses of all."""
+
+    sent: Count
+    sent_exact: Count
+    losses: list[float]
+    losses_exact: list[float]
+
+
+class Ablations(Record):
     """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
 
     ``whole_model_bucket``, by precision: ZeRO-2 with one bucket for the whole model, so that its
@@ -223,6 +271,7 @@ class Artefacts(Record):
     whole_model_gather: WholeModelGather | None
     narrow_wire: NarrowWire | None
     whole_model_bucket: dict[str, Drift]
+    int8_params: Int8Params | None = None
 
 
 class Failure(Record):
@@ -253,20 +302,34 @@ class Results(Record):
     n_params: Positive
     schemes: list[SchemeRecord]
     differences: list[Difference]
+    between_orders: list[Difference]  # of rows that sum in different orders: no failure
     sweep: list[SweepRow]
-    artefacts: Artefacts
+    ablations: Ablations
     failures: list[Failure]
 
-    def survivors(self) -> list[tuple[SchemeRecord, StepRecord]]:
-        """Each scheme that lived, with its last step."""
-        return [(record, record.steps[-1]) for record in self.schemes if record.death is None]
+    def parting(self) -> str:
+        """Why rows of different orders do not agree in every bit; nothing where all are of one order."""
+        orders = {self.settings.order(record.row) for record in self.schemes}
+        if len(orders) < 2:
+            return ""
+        if self.settings.wire_params == "int8":
+            return "parameters are rounded to int8 where they are sent, and these rows send other pieces of them"
+        return "one adds the gradients of all ranks in a ring, the other those of each group and then of the groups"
+
+    def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
+        """Each scheme that completed all steps, with the last of them."""
+        return [(record, record.steps[-1]) for record in self.schemes if record.out_of_memory is None]
+
+    def base(self) -> SchemeRecord | None:
+        """The scheme that the others are measured against: the first that shards nothing and has completed."""
+        return next((record for record, _ in self.completed() if not record.row.optimizer), None)
 
     def nothing_compared(self, check: str) -> str:
         """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
         if check == Check.SAME_TRAINING:
-            return "" if self.differences else "no two schemes have survived a step"
-        survived = any(record.steps for record in self.schemes) or any(row.survives for row in self.sweep)
-        return "" if survived else "no step was completed; that none would be is as predicted"
+            return "" if self.differences else "no two schemes completed a step"
+        completed = any(record.steps for record in self.schemes) or any(row.fits for row in self.sweep)
+        return "" if completed else "no step was completed; that none would be is as predicted"
 
     def scheme(self, name: str) -> SchemeRecord:
         """The record of the scheme of that name."""

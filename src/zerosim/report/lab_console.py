@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -10,30 +11,33 @@ from rich.table import Table
 from zerosim.bands import WIRES
 from zerosim.ledger import Phase
 from zerosim.records.results import Check, Results
-from zerosim.report.tables import number_table
+from zerosim.report.tables import number_table, screen
 
 SHOWN_FAILURES = 20
+MOST_ACROSS = 6  # schemes side by side; more of them stand below each other
 
 
 def show(results: Results, out: Path, console: Console | None = None) -> None:
     """Print everything that was found, the verdicts last."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(file=console.file, highlight=False, width=110)
+    console = screen(console, width=110)
     settings = results.settings
     console.print(
         f"\n[bold]{results.n_params:,} parameters on {settings.ranks} virtual GPUs[/], {settings.steps} steps of "
         f"{settings.batch} rows per rank; data {settings.data}, precision {settings.precision}, wire {settings.wire}"
+        + (f", parameters sent in {settings.wire_params}" if settings.wire_params else "")
+        + (f"; nodes of {settings.node}" if settings.node else "")
     )
     for table in (
         _summary(results),
         _alike(results),
-        _bands(results, "at rest"),
-        _bands(results, "at the peak"),
+        _between_orders(results),
+        *_bands(results, "at rest"),
+        *_bands(results, "at the peak"),
         _traffic(results),
+        _links(results),
         _work(results),
         _sweep(results),
-        _artefacts(results),
+        _ablations(results),
     ):
         if table.row_count:
             console.print()
@@ -47,19 +51,20 @@ def _compared(measured: int, predicted: int) -> str:
 
 
 def _summary(results: Results) -> Table:
+    base = results.base()
+    whole = sum(base.steps[-1].resident.values()) if base else None
     table = number_table(
         "Bytes per parameter, and what one rank sends per step",
-        "scheme", "at rest", "× data parallel", "peak", "with activations", "sent, B", "in P", "final loss", "dies at",
+        "scheme", "at rest", f"× {base.name}" if base else "×", "peak", "with activations", "sent, B", "in P",
+        "final loss", "out of memory at",
         caption="P: all parameters once, in the wire's dtype. Peaks are the highest instant, not the end of the step.",
     )  # fmt: skip
     unit = results.n_params * WIRES[results.settings.wire].itemsize
-    whole = next(
-        (sum(step.resident.values()) for record, step in results.survivors() if not record.row.optimizer), None
-    )
     for record in results.schemes:
-        if record.death:
-            death = record.death
-            table.add_row(record.name, *["–"] * 7, f"{death.band}, {death.unit}: {death.asked:,} B asked")
+        if record.out_of_memory:
+            shortage = record.out_of_memory
+            where = f"{shortage.band}, {shortage.unit}{' (host)' if shortage.place == 'host' else ''}"
+            table.add_row(record.name, *["–"] * 7, f"{where}: {shortage.asked:,} B asked")
             continue
         step = record.steps[-1]
         resident = sum(step.resident.values())
@@ -74,7 +79,7 @@ def _summary(results: Results) -> Table:
             f"{step.loss:.6f}",
             "",
         )
-    if not any(record.death for record in results.schemes):
+    if not any(record.out_of_memory for record in results.schemes):
         table.columns.pop()
     return table
 
@@ -82,7 +87,9 @@ def _summary(results: Results) -> Table:
 def _alike(results: Results) -> Table:
     bands = list(results.differences[0].differing) if results.differences else []
     table = number_table(
-        "Same training: the largest difference between the schemes over all ranks (and elements whose bits differ)",
+        "Same training: the largest difference between the schemes over all ranks (and elements whose bits differ)"
+        if not results.between_orders
+        else "Same training: the largest difference between the schemes of one order (and elements whose bits differ)",
         "step", *bands, "loss",
     )  # fmt: skip
     for step in dict.fromkeys(difference.step for difference in results.differences):
@@ -92,27 +99,42 @@ def _alike(results: Results) -> Table:
             differing = sum(difference.differing[band] for difference in here)
             largest = max(difference.largest[band] for difference in here)
             cells.append(f"[red]{largest:.2g} ({differing:,})[/]" if differing else "0 (0)")
-        losses = {f"{record.steps[step - 1].loss:.6f}" for record, _ in results.survivors()}
+        losses = {f"{record.steps[step - 1].loss:.6f}" for record, _ in results.completed()}
         table.add_row(str(step), *cells, " or ".join(sorted(losses)))
     return table
 
 
-def _bands(results: Results, when: str) -> Table:
-    """Bands down, schemes across: measured, and marked where the prediction is another."""
+def _between_orders(results: Results) -> Table:
+    """How far rows of other orders are from the first: no failure, but measured."""
+    bands = list(results.between_orders[0].differing) if results.between_orders else []
+    table = number_table(
+        "Between orders: the largest difference from the first scheme (and elements whose bits differ)",
+        "step", "scheme", *bands, left=2, caption=f"No failure: {results.parting()}.",
+    )  # fmt: skip
+    for each in results.between_orders:
+        table.add_row(
+            str(each.step), each.scheme, *(f"{each.largest[band]:.2g} ({each.differing[band]:,})" for band in bands)
+        )
+    return table
+
+
+def _bands(results: Results, when: str) -> Iterator[Table]:
+    """Bands down, schemes across, some at a time: measured, and marked where the prediction is another."""
     columns = []
-    for record, step in results.survivors():
+    for record, step in results.completed():
         if when == "at rest":
             columns.append((record.name, step.resident, record.prediction.resident))
         else:
             columns.append((record.name, step.peak.by_band, record.prediction.peak))
-    table = number_table(f"As predicted: bytes per rank {when}", "band", *(name for name, _, _ in columns))
-    for band in dict.fromkeys(band for _, *sides in columns for side in sides for band in side):
-        table.add_row(band, *(_compared(got.get(band, 0), expected.get(band, 0)) for _, got, expected in columns))
-    if columns:
+    for start in range(0, len(columns), MOST_ACROSS):
+        some = columns[start : start + MOST_ACROSS]
+        table = number_table(f"As predicted: bytes per rank {when}", "band", *(name for name, _, _ in some))
+        for band in dict.fromkeys(band for _, *sides in some for side in sides for band in side):
+            table.add_row(band, *(_compared(got.get(band, 0), expected.get(band, 0)) for _, got, expected in some))
         table.add_section()
-        table.add_row("measured", *(f"{sum(got.values()):,}" for _, got, _ in columns))
-        table.add_row("predicted", *(f"{sum(expected.values()):,}" for _, _, expected in columns))
-    return table
+        table.add_row("measured", *(f"{sum(got.values()):,}" for _, got, _ in some))
+        table.add_row("predicted", *(f"{sum(expected.values()):,}" for _, _, expected in some))
+        yield table
 
 
 def _traffic(results: Results) -> Table:
@@ -121,7 +143,7 @@ def _traffic(results: Results) -> Table:
         "scheme", "collective", "of", "messages", "sent", "predicted", "of which padding",
         caption="The busiest rank's; every rank's was checked.",
     )  # fmt: skip
-    for record, step in results.survivors():
+    for record, step in results.completed():
         for moved in step.traffic:
             table.add_row(
                 record.name, moved.collective, moved.band, f"{moved.messages:,}", f"{max(moved.sent):,}",
@@ -131,19 +153,52 @@ def _traffic(results: Results) -> Table:
     return table
 
 
-def _work(results: Results) -> Table:
-    phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION]
+def _links(results: Results) -> Table:
+    """What stays within a node, leaves it, and goes over the host link; and what the host holds."""
     table = number_table(
-        "FLOPs per rank and step, and median milliseconds per step",
-        "scheme", *(f"FLOPs, {phase}" for phase in phases[:3]), *(f"ms, {phase}" for phase in phases), "ms per rank",
-        caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time.",
+        "As predicted: bytes per step by link, and the host's memory",
+        "scheme", "sent by a rank", "out of a node, per node", "host link, per rank", "host at rest", "host peak",
+        caption="Every rank's, by collective and band, was checked.",
     )  # fmt: skip
-    for record, step in results.survivors():
-        times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
-        medians = [1e3 * each[len(each) // 2] for each in times]
+    if not (results.settings.node or any(record.row.offload for record in results.schemes)):
+        return table
+    for record, step in results.completed():
+        expected = record.prediction
+        outside, copied = (
+            sum(sum(bands.values()) for bands in links.values()) for links in (expected.node_outside, expected.copies)
+        )
         table.add_row(
             record.name,
-            *(_compared(step.flops.get(phase, 0), record.prediction.flops.get(phase, 0)) for phase in phases[:3]),
+            f"{step.sent():,}",
+            _compared(step.node_outside(), outside),
+            _compared(step.copied(), copied),
+            _compared(sum(step.host.values()), sum(expected.host.values())),
+            _compared(step.host_peak.total, sum(expected.host_peak.values())),
+        )
+    return table
+
+
+def _work(results: Results) -> Table:
+    phases = [(Phase.FORWARD,), (Phase.BACKWARD,), (Phase.OPTIMIZER, Phase.HOST_OPTIMIZER), (Phase.COMMUNICATION,)]
+    names = [str(some[0]) for some in phases]
+    table = number_table(
+        "FLOPs per rank and step, and median milliseconds per step",
+        "scheme", *(f"FLOPs, {name}" for name in names[:3]), *(f"ms, {name}" for name in names), "ms per rank",
+        caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time."
+        + " Offloaded, the optimizer's are the host's." * any(record.row.offload for record in results.schemes),
+    )  # fmt: skip
+    for record, step in results.completed():
+        times = [
+            sorted(sum(each.seconds.get(phase, 0.0) for phase in some) for each in record.steps) for some in phases
+        ]
+        medians = [1e3 * each[len(each) // 2] for each in times]
+        flops = [
+            [sum(counts.get(phase, 0) for phase in some) for counts in (step.flops, record.prediction.flops)]
+            for some in phases[:3]
+        ]
+        table.add_row(
+            record.name,
+            *(_compared(measured, predicted) for measured, predicted in flops),
             *(f"{median:.2f}" for median in medians),
             f"{sum(medians) / results.settings.ranks:.3f}",
         )
@@ -151,25 +206,28 @@ def _work(results: Results) -> Table:
 
 
 def _sweep(results: Results) -> Table:
-    names = list(dict.fromkeys(row.scheme for row in results.sweep))
-    table = number_table(
-        "The sweep: bytes per parameter at rest / at the peak, activations left out",
-        "N", *names,
-        caption="Each of these numbers, and what was sent, was compared with its prediction as an integer.",
-    )  # fmt: skip
-    for ranks in dict.fromkeys(row.ranks for row in results.sweep):
-        cells = []
-        for row in (row for row in results.sweep if row.ranks == ranks):
-            resident, peak = row.resident / results.n_params, row.peak_without_activations / results.n_params
-            cells.append(f"{resident:.4f} / {peak:.4f}" if row.survives else "out of memory")
-        table.add_row(str(ranks), *cells)
+    names, counts = (list(dict.fromkeys(getattr(row, field) for row in results.sweep)) for field in ("scheme", "ranks"))
+    cells = {}
+    for row in results.sweep:
+        resident, peak = row.resident / results.n_params, row.peak_without_activations / results.n_params
+        cells[row.ranks, row.scheme] = f"{resident:.4f} / {peak:.4f}" if row.fits else "out of memory"
+    title = "The sweep: bytes per parameter at rest / at the peak, activations left out"
+    caption = "Each of these numbers, and what was sent, was compared with its prediction as an integer."
+    if len(names) > MOST_ACROSS:
+        table = number_table(title, "scheme", *(f"N = {ranks}" for ranks in counts), caption=caption, tight=True)
+        for name in names:
+            table.add_row(name, *(cells[ranks, name] for ranks in counts))
+        return table
+    table = number_table(title, "N", *names, caption=caption)
+    for ranks in counts:
+        table.add_row(str(ranks), *(cells[ranks, name] for name in names))
     return table
 
 
-def _artefacts(results: Results) -> Table:
+def _ablations(results: Results) -> Table:
     table = number_table("What changes when a rule is broken on purpose", "rule", "found")
     table.columns[1].justify = "left"
-    found = results.artefacts
+    found = results.ablations
     if gather := found.whole_model_gather:
         states, gathered, other = (
             nbytes / results.n_params for nbytes in (gather.states, gather.gathered, gather.zero2_resident)
@@ -183,6 +241,12 @@ def _artefacts(results: Results) -> Table:
             f"blocks travel in {narrow.wire}, rounded at every hop",
             f"{narrow.sent:,} B instead of {narrow.sent_fp32:,}; {narrow.gradient_differing:,} averaged gradients "
             f"differ, by up to {narrow.gradient_largest_relative:.2e} of the largest",
+        )
+    if rounded := found.int8_params:
+        table.add_row(
+            "ZeRO-3 sends parameters as int8 blocks with scales",
+            f"{rounded.sent:,} B instead of {rounded.sent_exact:,}; after {len(rounded.losses)} steps the loss is "
+            f"{rounded.losses[-1]:.6f} beside {rounded.losses_exact[-1]:.6f}",
         )
     for precision, drift in found.whole_model_bucket.items():
         table.add_row(
@@ -199,7 +263,11 @@ def _verdicts(results: Results, out: Path, console: Console) -> None:
     compared = len(results.differences)
     failed = {failure.check for failure in results.failures}
     for check, claim in (
-        (Check.SAME_TRAINING, f"all schemes alike, bit for bit, on all ranks: {compared} comparisons"),
+        (
+            Check.SAME_TRAINING,
+            f"all schemes{' of one order' * bool(results.parting())} alike, bit for bit, on all ranks: "
+            f"{compared} comparisons",
+        ),
         (Check.AS_PREDICTED, "every byte and FLOP as predicted, on every rank, in every step and for every N"),
     ):
         verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"

@@ -1,7 +1,7 @@
 """A decoder transformer that learns bytes of text, under all four schemes: ``python -m zerosim.torch_models.demo``.
 
 Owns a small language model, as one would write it for torch, its batches and the comparison.
-It is an example of ``modules.model``: nothing here is needed to train another module.
+It is an example of ``torch_models.model``: nothing here is needed to train another module.
 """
 
 from __future__ import annotations

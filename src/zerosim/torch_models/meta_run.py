@@ -16,7 +16,7 @@ import torch
 from zerosim.torch_models.alike import Alike
 from zerosim.torch_models.intercept import intercepted, map_tensors, origins, tensors
 from zerosim.torch_models.op_counters import Flops, Fused, Watch
-from zerosim.torch_models.saved_tensors import Kept, Tape, total
+from zerosim.torch_models.saved_tensors import Kept, SavedTensors, total
 from zerosim.torch_models.units import Unit, numpy_dtype
 from zerosim.worlds.shapes import Tensor, UnitShapes
 
@@ -71,11 +71,11 @@ class Run:
         self._producers: dict[int, int] = {}  # the call that gave an output, by the output's id
         self._flops, self._outside = Flops(), 0
         self._walked: set[Any] = set()
-        self._tape = Tape({f"input {index}": tensor for index, tensor in enumerate(given)}, hold=True)
+        self._saved = SavedTensors({f"input {index}": tensor for index, tensor in enumerate(given)}, hold=True)
         for unit in units:
             for part in unit.parts:
                 for name, tensor in zip(part.names, part.tensors, strict=True):
-                    self._tape.know(f"{unit.name}.{name}" if not unit.container else "", tensor)
+                    self._saved.know(f"{unit.name}.{name}" if not unit.container else "", tensor)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module returns for these inputs."""
@@ -83,7 +83,7 @@ class Run:
             for context in (*_settings(), self._flops):
                 stack.enter_context(context)
             stack.enter_context(intercepted(self._module, self._units, self._call))
-            with self._tape.recording():
+            with self._saved.recording():
                 output = self._module(*args, **kwargs)
             self._left_containers(_found(output))
         called = {call.unit for call in self.calls}
@@ -111,22 +111,22 @@ class Run:
             for context in _settings():
                 stack.enter_context(context)
             watch = stack.enter_context(Watch([*there.values(), *self._owned()]))
-            tape = Tape(there, hold=True)
-            with tape.recording():
+            record = SavedTensors(there, hold=True)
+            with record.recording():
                 value = loss(output, target)
             if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
                 raise ValueError(
                     f"measure(loss): must return one number that depends on a trainable parameter; got {value!r}."
                 )
-            cost, grads = _cost(tape, {}, [value], found, watch)
-        self._take(tape.touched, {name: tensor for name, tensor in there.items() if tensor is not target})
+            cost, grads = _cost(record, {}, [value], found, watch)
+        self._take(record.touched, {name: tensor for name, tensor in there.items() if tensor is not target})
         used = [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None]
         return UnitShapes(name="loss", feeds=self._feeds(used), **vars(cost))
 
     def units(self) -> list[UnitShapes]:
         """What was seen, call by call."""
-        kept = list(map(_kept, self._tape.finish({})))
-        if wrong := sorted(name for name in self._tape.touched if name and not str(name).startswith("input ")):
+        kept = list(map(_kept, self._saved.finish({})))
+        if wrong := sorted(name for name in self._saved.touched if name and not str(name).startswith("input ")):
             raise ValueError(
                 f"measure(wrap): {', '.join(map(str, wrong))} is read outside the forward pass of its unit, where it "
                 f"may not have been gathered. Use it in a module of its own that shares it, or match a module "
@@ -170,18 +170,18 @@ class Run:
         there = {f"x{index}": tensor for index, tensor in enumerate(leaves.values())}
         key = self._alike.key(self._module.get_submodule(unit.path), args, kwargs)
         if key not in self._seen:  # of calls that are alike one is run
-            cost, fed, output, tape = self._measured(unit, forward, args, kwargs, there)
-            self._seen[key] = cost, fed, map_tensors(_anew, output), tape.touched
+            cost, fed, output, record = self._measured(unit, forward, args, kwargs, there)
+            self._seen[key] = cost, fed, map_tensors(_anew, output), record.touched
         call.cost, fed, output, touched = self._seen[key]
         distinct = {f"x{index}": tensor for index, tensor in enumerate({id(each): each for each in taken}.values())}
         self._take(touched, distinct, everything=self._checkpoint != "none" and unit.matched)
         call.feeds = set(self._feeds([distinct[name] for name in fed]))
-        call.kept_before = self._tape.count
+        call.kept_before = self._saved.count
         fresh = map_tensors(_anew, output)
         call.outputs = tensors(fresh)
         for tensor in call.outputs:
             self._producers[id(tensor)] = len(self.calls)
-            self._tape.know("", tensor)
+            self._saved.know("", tensor)
         self.calls.append(call)
         self._around = call.around
         if self._writable:  # what the containers write to in place is no leaf: it stands for the output
@@ -193,12 +193,12 @@ class Run:
         if not output.requires_grad:
             return output
         copied = output.clone()
-        self._tape.know("", copied)
+        self._saved.know("", copied)
         return copied
 
     def _measured(
         self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, there: Mapping[str, torch.Tensor]
-    ) -> tuple[Cost, set[str], Any, Tape]:
+    ) -> tuple[Cost, set[str], Any, SavedTensors]:
         """The cost of one call, the names of ``there`` that it gives gradients, its output, and what it saved.
 
         Of calls whose forward is the same, operation by operation, one has a backward.
@@ -208,8 +208,8 @@ class Run:
         needing = [*(there[name] for name in names), *(tensor for tensor in own if tensor.requires_grad)]
         selective = self._checkpoint == "selective" and unit.matched
         with Watch([*there.values(), *own], selective=selective) as watch:
-            tape = Tape({**there, **{f"p{index}": tensor for index, tensor in enumerate(own)}}, hold=True)
-            with tape.recording():
+            record = SavedTensors({**there, **{f"p{index}": tensor for index, tensor in enumerate(own)}}, hold=True)
+            with record.recording():
                 output = forward(*args, **kwargs)
             outputs = {f"y{index}": tensor for index, tensor in enumerate(tensors(output))}
             signature = (
@@ -219,16 +219,16 @@ class Run:
             )
             if signature not in self._known:
                 ends = [tensor for tensor in outputs.values() if tensor.requires_grad]
-                cost, grads = _cost(tape, outputs, ends, needing, watch)
+                cost, grads = _cost(record, outputs, ends, needing, watch)
                 given = zip(names, grads, strict=False)  # first those of ``there``, then the parameters'
                 self._known[signature] = cost, {name for name, grad in given if grad is not None}
-        return *self._known[signature], output, tape
+        return *self._known[signature], output, record
 
     def _take(self, touched: set[str | int], given: Mapping[str, torch.Tensor], everything: bool = False) -> None:
         """What was passed on by containers, and is no unit's output, is kept if the one that took it keeps it."""
         for name, tensor in given.items():
             if everything or name in touched:
-                self._tape.keep(tensor)
+                self._saved.keep(tensor)
 
     def _left_containers(self, taken: Sequence[torch.Tensor]) -> None:
         """The containers' own FLOPs since the last call: what they did, and the backward of what they pass on."""
@@ -252,14 +252,14 @@ class Run:
 
 
 def _cost(
-    tape: Tape,
+    record: SavedTensors,
     outputs: Mapping[str, torch.Tensor],
     ends: Sequence[torch.Tensor],
     needing: Sequence[torch.Tensor],
     watch: Watch,
 ) -> tuple[Cost, Sequence[torch.Tensor | None]]:
-    """What a run that has just been taped came to, and its backward from ``ends`` to the leaves ``needing`` it."""
-    all_kept = tape.finish(outputs)
+    """What a run that has just been recorded came to, and its backward from ``ends`` to the leaves ``needing`` it."""
+    all_kept = record.finish(outputs)
     chosen = {id(tensor.untyped_storage()): Kept(tensor.untyped_storage(), tensor.dtype) for tensor in watch.chosen}
     for tensor in outputs.values():
         chosen.pop(id(tensor.untyped_storage()), None)

@@ -27,7 +27,7 @@ from zerosim.torch_models.intercept import map_tensors
 from zerosim.torch_models.meta_run import Loss
 from zerosim.torch_models.op_counters import Flops
 from zerosim.torch_models.profile import DTYPES, cross_entropy, measure
-from zerosim.torch_models.saved_tensors import Tape
+from zerosim.torch_models.saved_tensors import SavedTensors
 from zerosim.torch_models.tensors import OUTPUT, Held, drop, row, store, view
 from zerosim.torch_models.units import Part, Wrap, partition
 
@@ -43,40 +43,40 @@ class TorchUnit:
 
     def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
         work = given.work
-        flats, held, tapes, edges, operations = self._flats(given.params), Held(work), [], [], 0
+        flats, held, records, edges, operations = self._flats(given.params), Held(work), [], [], 0
         for rank in range(len(x)):
             own = self._tensors(flats, rank)
             leaf_x = row(x, rank).requires_grad_(self._link.x_grad)
-            tape = Tape({"": leaf_x, **own})
-            with counting(rank) as flops, tape.recording(), torch.enable_grad(), deterministic(self.name, rank == 0):
+            record = SavedTensors({"": leaf_x, **own})
+            with counting(rank) as flops, record.recording(), torch.enable_grad(), deterministic(self.name, rank == 0):
                 versions = {name: leaf._version for name, leaf in (("", leaf_x), *own.items())}
                 after = dict(own)  # where torch leaves what the module has assigned to a name
                 y = torch.func.functional_call(self._link.module, after, *self._call(leaf_x))
             self._check_written({"": leaf_x, **own}, {"": leaf_x, **after}, versions)
             operations += flops()
-            held.take(rank, y, tape.finish({OUTPUT: y}))
-            tapes.append(tape)
+            held.take(rank, y, record.finish({OUTPUT: y}))
+            records.append(record)
             inputs = [get_gradient_edge(leaf) for leaf in (leaf_x, *own.values()) if leaf.requires_grad]
             edges.append((get_gradient_edge(y) if y.requires_grad else None, inputs))
             for leaf in (leaf_x, *own.values()):
                 drop(leaf)
         work.flops(operations)
-        return held.y, (x, held, tapes, edges)
+        return held.y, (x, held, records, edges)
 
     def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
-        (x, held, tapes, edges), (params, work, grads, need_dx) = saved, given
+        (x, held, records, edges), (params, work, grads, need_dx) = saved, given
         flats, operations, dx = self._flats(params), 0, None
         targets = grads if isinstance(grads, list) else [grads]
         if need_dx:  # without elements if nothing before this unit trains
             dx = work.hold(*x.shape[1:], dtype=x.dtype) if self._link.x_grad else work.hold(0)
         for rank, (end, inputs) in enumerate(edges):
-            tapes[rank].sources = held.sources(rank, x, self._tensors(flats, rank))
+            records[rank].sources = held.sources(rank, x, self._tensors(flats, rank))
             found: Sequence[Any] = [None] * len(inputs)
             if end is not None and inputs:
                 with counting(rank) as flops:
                     found = torch.autograd.grad([end], inputs, [row(dy, rank)], allow_unused=True)
                 operations += flops()
-            tapes[rank].sources = {}
+            records[rank].sources = {}
             rest = list(found)
             if self._link.x_grad:
                 first = rest.pop(0)
@@ -221,26 +221,26 @@ class TorchModel:
         self, y: Shaped[Array, "R ..."], target: Shaped[Array, "R ..."], work: Workspace
     ) -> tuple[Float[Array, "R"], Shaped[Array, "R ..."]]:
         """Each rank's loss [R] and the gradient of its output [R, ...], held. Frees ``target``."""
-        held, tapes, ends, operations = Held(work), [], [], 0
+        held, records, ends, operations = Held(work), [], [], 0
         for rank in range(len(y)):
             given, wanted = row(y, rank).requires_grad_(), row(target, rank)
-            tape = Tape({"": given, "target": wanted})
-            with counting(rank) as flops, tape.recording(), torch.enable_grad(), deterministic("the loss", rank == 0):
+            record = SavedTensors({"": given, "target": wanted})
+            with counting(rank) as flops, record.recording(), torch.enable_grad(), deterministic("the loss", rank == 0):
                 value = self._loss(given, wanted)
             if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
                 raise ValueError(f"TorchModel(loss): must return one number that depends on the output; got {value!r}.")
             operations += flops()
-            held.keep(rank, tape.finish({}))
-            tapes.append(tape)
+            held.keep(rank, record.finish({}))
+            records.append(record)
             ends.append((value, given))
         dy = work.hold(*y.shape[1:], dtype=y.dtype)
         for rank, (value, given) in enumerate(ends):
-            tapes[rank].sources = held.sources(rank, y, {"target": row(target, rank)})
+            records[rank].sources = held.sources(rank, y, {"target": row(target, rank)})
             with counting(rank) as flops:
                 [grad] = torch.autograd.grad(value, [given], allow_unused=True)
             operations += flops()
             store(grad, view(dy[rank]))
-            tapes[rank].sources = {}
+            records[rank].sources = {}
         work.flops(operations)
         held.free()
         work.free(target)

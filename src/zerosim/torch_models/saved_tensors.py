@@ -35,15 +35,15 @@ class Kept:
     dtype: Any
 
 
-class Tape:
+class SavedTensors:
     """One run, and its backward.
 
     ``there`` are tensors that exist before and will be there in the backward, by name: what is
     saved of them isn't kept again. Run within ``recording()``, then call ``finish`` with the
-    outputs by name; it returns what has to be kept, and the tape itself holds none of it. For
+    outputs by name; it returns what has to be kept, and the record itself holds none of it. For
     the backward, ``sources`` must give a tensor for each name, laid out as it was, and one for
     each kept storage by its number. With ``hold``, what is saved stays with torch instead, as
-    usual, and needs no sources: the tape only takes note.
+    usual, and needs no sources: the record only takes note.
     """
 
     def __init__(self, there: Mapping[str, torch.Tensor], *, hold: bool = False) -> None:

@@ -79,7 +79,7 @@ class Held:
             view(array[rank]).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8).set_(each.storage))
 
     def sources(self, rank: int, x: Array, others: Mapping[str, torch.Tensor]) -> dict[str | int, torch.Tensor]:
-        """Where one rank's tape finds in the backward what was saved: x by no name, the output by ``OUTPUT``."""
+        """Where one rank's backward finds what was saved: x by no name, the output by ``OUTPUT``."""
         found: dict[str | int, torch.Tensor] = {"": row(x, rank)}
         found.update(others)
         found.update(enumerate(row(array, rank) for array in self._kept or ()))

@@ -92,10 +92,16 @@ def _check_array(where: str, array: Array, rows: int, width: int) -> None:
 
 
 def check_memory(call: str, need: int, alternatives: Mapping[str, int]) -> None:
-    """Refuse what would need more bytes than the machine has free, naming those of ``alternatives`` that fit."""
+    """Refuse what would need more bytes than the machine has free, naming those of ``alternatives`` that fit.
+
+    Where the system does not say what is free, nothing is refused.
+    """
     import psutil  # only here, as nothing else of the core needs it
 
-    free = psutil.virtual_memory().available
+    try:
+        free = psutil.virtual_memory().available
+    except OSError:  # where there is no /proc nobody knows
+        return
     if need <= free:
         return
     fitting = [f"{name} ({sizes.text(nbytes)})" for name, nbytes in alternatives.items() if nbytes <= free]
