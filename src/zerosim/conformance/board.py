@@ -208,9 +208,7 @@ def undecided(slots: Sequence[Slot]) -> bool:
     step = max((slot.step for slot in slots), default=0)
     here = [slot for slot in slots if slot.doing not in (Doing.FAILED, Doing.CLOSED)]
     most = max((len(slot.asked) for slot in here if slot.step == step), default=0)
-    return any(
-        slot.step < step or (len(slot.asked) < most and slot.doing is not Doing.COMPARING) for slot in here
-    )
+    return any(slot.step < step or (len(slot.asked) < most and slot.doing is not Doing.COMPARING) for slot in here)
 
 
 def _first_difference(
@@ -293,7 +291,9 @@ def stalled(slots: Sequence[Slot], seconds: float) -> Mismatch:
     }[odd.doing]
     others = _ranks([slot.rank for slot in slots if slot.rank != odd.rank])
     return Mismatch(
-        odd.rank, usual[0], f"nothing has moved for {seconds:.0f} s: rank {odd.rank} {what}, and {others} wait for it.",
+        odd.rank,
+        usual[0],
+        f"nothing has moved for {seconds:.0f} s: rank {odd.rank} {what}, and {others} wait for it.",
         failed=True,
     )
 
