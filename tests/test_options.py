@@ -10,8 +10,8 @@ import pytest
 from helpers import COMPARED, draw, each_stage, sent, sizes, states
 from zerosim.bands import FP32, PRECISIONS, Array, Band, DType
 from zerosim.buckets import PADDINGS
+from zerosim.counts import EventKind, Phase
 from zerosim.layers import Checkpointed, Group, Layer, Pass, Role
-from zerosim.ledger import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import SGD
 from zerosim.ranks import OutOfMemory, Workspace

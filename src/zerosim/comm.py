@@ -27,8 +27,9 @@ import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, INT8, Array, DType
+from zerosim.counts import Counts, Traffic
 from zerosim.kernels.operations import Handed
-from zerosim.ledger import Counts, Ledger, Traffic
+from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
 from zerosim.util import int8
 from zerosim.util.casts import convert

@@ -10,9 +10,9 @@ import pytest
 from zerosim import comm, theory
 from zerosim.bands import Band
 from zerosim.checks import compare as checks
+from zerosim.counts import Traffic
 from zerosim.lab import suite as lab
 from zerosim.lab.experiment import Run
-from zerosim.ledger import Traffic
 from zerosim.model import MLP
 from zerosim.ranks import Ranks
 from zerosim.records.results import Results, Settings

@@ -22,7 +22,7 @@ from zerosim import theory
 from zerosim.bands import MODEL_STATES, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.checks.reference import Reference
-from zerosim.ledger import Event, EventKind, Report
+from zerosim.counts import Event, EventKind, Report
 from zerosim.records.results import Check, Difference, Failure, OutOfMemoryRecord
 from zerosim.schemes import Scheme
 
