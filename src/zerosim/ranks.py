@@ -211,6 +211,8 @@ class Workspace:
     computes on it.
     """
 
+    kernels: Kernels = NUMPY
+
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
         self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels
         self.unit = ""  # the layer or bucket that it is allocating for

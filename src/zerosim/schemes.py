@@ -109,7 +109,10 @@ class Scheme:
         rings = self.ring.split(options.node or ranks)
         self.ring = rings[0]
         wire, wire_params = WIRES[options.wire], PARAM_WIRES[options.wire_params or options.wire]
-        self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
+        self.ledger = Ledger(
+            len(self.ring.ids), apart=[Band.ACTIVATIONS],
+            keep_reports=options.keep_reports, keep_events=options.keep_events,
+        )  # fmt: skip
         self.ranks = Ranks(
             self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity,
             choose(options.kernels, options.threads), exact=not self.ring.here,
@@ -290,7 +293,7 @@ class Scheme:
 
     @property
     def reports(self) -> list[Report]:
-        """One record per step."""
+        """One record per step, the last ones: the options ``keep_reports`` and ``keep_events`` say how many."""
         return self.ledger.reports
 
     def on_event(self, listener: Listener) -> Listener:
