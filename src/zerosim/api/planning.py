@@ -43,6 +43,11 @@ class Planned:
     * ``fits``: whether any row fits on the GPUs that were asked for; None where no card was named.
     * ``best``: the first row that fits, the one that shards least, with what it holds and sends; None if none does.
     * ``record``: everything: see ``zerosim.records.plan``.
+
+    >>> import zerosim as zs
+    >>> found = zs.plan([64, 128, 64], gpus=2, memory="160kB")
+    >>> found.fits, found.best.name, found.best.peak.total, sorted(found.to_dict())[:3]
+    (True, 'ZeRO-2', 155776, ['cells', 'cluster', 'created'])
     """
 
     def __init__(self, record: records.Plan) -> None:
