@@ -43,6 +43,7 @@ def test_a_page_of_ones_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "ZeRO-3" in page
 
 
+@pytest.mark.slow
 def test_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It fits, and the answer, the table and the chart say so."""
     pytest.importorskip("transformers")

@@ -45,9 +45,9 @@ class Planned:
     * ``record``: everything: see ``zerosim.records.plan``.
 
     >>> import zerosim as zs
-    >>> found = zs.plan([64, 128, 64], gpus=2, memory="160kB")
-    >>> found.fits, found.best.name, found.best.peak.total, sorted(found.to_dict())[:3]
-    (True, 'ZeRO-2', 155776, ['cells', 'cluster', 'created'])
+    >>> found = zs.plan([64, 128, 64], gpus=2, memory="250kB")
+    >>> found.fits, found.best.name, found.best.fits, sorted(found.to_dict())[:3]
+    (True, 'ZeRO-1', True, ['cells', 'cluster', 'created'])
     """
 
     def __init__(self, record: records.Plan) -> None:
