@@ -57,6 +57,7 @@ class Band(StrEnum):
     BUFFERS = "buffers"
     CHECKPOINT = "checkpoint"  # what is copied to be written
     BUCKET = "gradient bucket"
+    SCALES = "optimizer scales"
 
 
 MODEL_STATES = (
@@ -130,6 +131,7 @@ class Precision:
             Band.BUFFERS: FP32,
             Band.CHECKPOINT: np.dtype(np.uint8),
             Band.BUCKET: grads,
+            Band.SCALES: FP32,
         }
 
 

@@ -18,6 +18,7 @@ from typing import overload
 from zerosim.bands import Array, Band, DType, Place
 from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.ledger import Ledger
+from zerosim.pool import Pool
 
 ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
 
@@ -68,7 +69,8 @@ class Ranks:
 
     ``dtypes`` gives each band's dtype; ``empty`` is how this world makes an array;
     ``capacity`` is the memory of one card in bytes, or None for no limit, and ``host_capacity`` that
-    of the host for each rank; ``kernels`` is what computes there.
+    of the host for each rank; ``kernels`` is what computes there. ``exact`` says that a block of memory is
+    of one shape and dtype for good.
     """
 
     def __init__(
@@ -80,14 +82,15 @@ class Ranks:
         capacity: int | None = None,
         host_capacity: int | None = None,
         kernels: Kernels = NUMPY,
+        *,
+        exact: bool = True,
     ) -> None:
         self.kernels = kernels
         self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
         self.host_capacity = host_capacity
-        self._empty = empty
+        self._pool = Pool(empty, exact=exact)
         self.allocations = 0  # so far, whether freed since or not
         self._live: dict[int, _Allocation] = {}  # in order of allocation
-        self._spare: dict[tuple[tuple[int, ...], DType], list[Array]] = {}  # freed, to be handed out again
 
     def hold(
         self, band: Band, shape: tuple[int, ...], unit: str = "", dtype: DType | None = None, place: Place = Place.CARD
@@ -110,9 +113,7 @@ class Ranks:
             held = self.ledger.total if place is Place.CARD else sum(self.ledger.host.values())
             if held + asked > capacity:
                 raise OutOfMemory(self.ids[0], band, unit, asked, capacity, self.ledger, place)
-        spare = self._spare.get((shape, dtype))
-        # A view, so that each hold is an array of its own, and freeing one twice is an error.
-        array = (spare.pop() if spare else self._empty((len(self.ids), *shape), dtype)).view()
+        array = self._pool.take((len(self.ids), *shape), dtype)
         self.allocations += 1
         self._live[id(array)] = _Allocation(array, band, unit, self.allocations, place)
         self.ledger.hold(band, array.nbytes // len(self.ids), unit, place)
@@ -127,7 +128,7 @@ class Ranks:
                 f"{array.shape}. Pass the array itself, not a view, and only once."
             )
         del self._live[id(array)]
-        self._spare.setdefault((array.shape[1:], array.dtype), []).append(array)
+        self._pool.give(array)
         self.ledger.free(allocation.band, array.nbytes // len(self.ids), allocation.unit, allocation.place)
 
     def live(self, band: Band | None = None, place: Place | None = None) -> Iterator[tuple[Band, str, Array]]:

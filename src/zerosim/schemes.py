@@ -113,7 +113,7 @@ class Scheme:
         self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
         self.ranks = Ranks(
             self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity,
-            choose(options.kernels, options.threads),
+            choose(options.kernels, options.threads), exact=not self.ring.here,
         )  # fmt: skip
 
         def comms(dtype: DType) -> list[Comm]:

@@ -130,7 +130,7 @@ def take_part(
         if server is None:
             return _relay(child, me, timeout)
         try:
-            coordinator = _assemble(server, child, me.world, timeout)
+            coordinator = stack.enter_context(contextlib.closing(_assemble(server, child, me.world, timeout)))
             return corroborate.coordinate(coordinator, settings, advance, model, data)
         except KeyboardInterrupt:
             return corroborate.nothing(settings, model)
@@ -246,38 +246,38 @@ def _assemble(server: socket.socket, own: Child, world: int, timeout: float) -> 
     """
     hellos: dict[int, Hello] = {}
     connections: dict[int, Connection] = {}
+    turned_away: set[Connection] = set()
     deadline = time.monotonic() + timeout
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as if_it_fails:
-        selector.register(server, selectors.EVENT_READ)
-        selector.register(own.connection, selectors.EVENT_READ, own.connection)
-        while missing := [rank for rank in range(world) if rank not in hellos]:
-            for key, _ in selector.select(_LOOK):
-                if key.fileobj is server:
-                    caller = Connection(server.accept()[0], corroborate.PATIENCE * timeout)
-                    if_it_fails.callback(caller.close)
-                    selector.register(caller, selectors.EVENT_READ, caller)
-                    continue
-                for message in _said(key.fileobj, selector):
-                    if isinstance(message, Hello):
-                        _admit(message, hellos, world, [key.data, *connections.values()])
-                        hellos[message.rank], connections[message.rank] = message, key.data
-                        selector.unregister(key.fileobj)
-                    elif isinstance(message, Trouble):
-                        raise RankFailure(Verdict(f"Rank 0 failed to start: {message.text}", [0], {}))
-            if 0 in missing and not (status := own.status()).alive:
-                raise RankFailure(Verdict(f"Rank 0 {status.how} before it began.", [0], {}))
-            if time.monotonic() > deadline:
-                raise RankFailure(
-                    Verdict(
-                        f"Of {world} ranks these have not come within {timeout:g} s: {', '.join(map(str, missing))}. "
-                        f"Start all with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
-                        missing,
-                        {},
-                    )
-                )
-        if_it_fails.pop_all()
-    ranks = range(world)
-    return Coordinator([connections[rank] for rank in ranks], timeout, [own], [hellos[rank] for rank in ranks])
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            selector.register(own.connection, selectors.EVENT_READ, own.connection)
+            while missing := [rank for rank in range(world) if rank not in hellos]:
+                for key, _ in selector.select(_LOOK):
+                    if key.fileobj is server:
+                        caller = Connection(server.accept()[0], corroborate.PATIENCE * timeout)
+                        turned_away.add(caller)  # unless it turns out to be a rank
+                        selector.register(caller, selectors.EVENT_READ, caller)
+                        continue
+                    for message in _said(key.fileobj, selector):
+                        if isinstance(message, Hello):
+                            _admit(message, hellos, world, [key.data, *connections.values()])
+                            hellos[message.rank], connections[message.rank] = message, key.data
+                            selector.unregister(key.fileobj)
+                        elif isinstance(message, Trouble):
+                            raise RankFailure(Verdict(f"Rank 0 failed to start: {message.text}", [0], {}))
+                if 0 in missing and not (status := own.status()).alive:
+                    raise RankFailure(Verdict(f"Rank 0 {status.how} before it began.", [0], {}))
+                if time.monotonic() > deadline:
+                    text = f"Of {world} ranks these have not come within {timeout:g} s: {', '.join(map(str, missing))}."
+                    advice = " Start all with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+                    raise RankFailure(Verdict(text + advice, missing, {}))
+        turned_away -= set(connections.values())
+        ranks = range(world)
+        return Coordinator([connections[rank] for rank in ranks], timeout, [own], [hellos[rank] for rank in ranks])
+    finally:
+        for caller in turned_away:
+            caller.close()
 
 
 def _admit(hello: Hello, known: Mapping[int, Hello], world: int, callers: Sequence[Connection]) -> None:

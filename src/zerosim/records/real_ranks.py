@@ -79,7 +79,7 @@ class Settings(Record):
     backend: str
     fault: Fault | None
     rows: list[Stage]
-    schedule: dict[str, int | str | bool | None] = msgspec.field(default_factory=dict)
+    schedule: dict[str, int | float | str | bool | None] = msgspec.field(default_factory=dict)
 
     def options(self, precision: str) -> Options:
         """The options of the runs in that precision."""
