@@ -94,6 +94,7 @@ def test_rows_are_chosen() -> None:
         (WIDTHS, {"precision": "fp8"}, ValueError, r"plan\(precision\): precision is one of .*; got 'fp8'"),
         (WIDTHS, {"bandwidth": "9Gb/s"}, ValueError, r"plan\(bandwidth\): .*bits"),
         (WIDTHS, {"loss": len}, ValueError, r"plan\(loss\): this is for a torch.nn.Module; got list"),
+        (WIDTHS, {"lora": 8}, ValueError, r"plan\(lora\): .*; a list says itself what is trained"),
         (5, {}, TypeError, r"plan\(model\): .*; got int"),
         ([64], {}, ValueError, r"plan\(model\): layer sizes are two or more"),
     ],
@@ -104,6 +105,13 @@ def test_errors_speak_of_keywords(model: Any, options: dict[str, Any], error: ty
     with pytest.raises(error, match=message) as raised:
         zs.plan(model, **{"gpus": 2} | options)
     assert "--" not in str(raised.value)
+
+
+def test_a_global_batch_is_as_many_micro_batches() -> None:
+    """Rows of a step on all ranks come to the same as the micro-batches that they make up."""
+    one = zs.plan(WIDTHS, gpus=2, micro_batch=3, global_batch=12).record
+    other = zs.plan(WIDTHS, gpus=2, micro_batch=3, accumulate=2).record
+    assert [(cell.peak, cell.traffic) for cell in one.cells] == [(cell.peak, cell.traffic) for cell in other.cells]
 
 
 def test_advice_can_be_followed() -> None:
