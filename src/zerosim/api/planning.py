@@ -25,7 +25,7 @@ from zerosim.planner import models as sources
 from zerosim.planner import plan as planner
 from zerosim.planner.model_source import ModelSource, Perceptron
 from zerosim.records import plan as records
-from zerosim.records.plan import Cell, Network, Question
+from zerosim.records.plan import Cell, Finetuning, Network, Question
 from zerosim.stages import Stage
 from zerosim.util import arguments, sizes
 
@@ -43,6 +43,11 @@ class Planned:
     * ``fits``: whether any row fits on the GPUs that were asked for; None where no card was named.
     * ``best``: the first row that fits, the one that shards least, with what it holds and sends; None if none does.
     * ``record``: everything: see ``zerosim.records.plan``.
+
+    >>> import zerosim as zs
+    >>> found = zs.plan([64, 128, 64], gpus=2, memory="250kB")
+    >>> found.fits, found.best.name, found.best.fits, sorted(found.to_dict())[:3]
+    (True, 'ZeRO-1', True, ['cells', 'cluster', 'created'])
     """
 
     def __init__(self, record: records.Plan) -> None:
@@ -130,7 +135,12 @@ def plan(
     sync: Literal["each", "end"] | None = None,
     bucket: str | int | None = None,
     prefetch: int | None = None,
-    optimizer: Literal["adam", "sgd", "momentum"] = "adam",
+    global_batch: int | None = None,
+    optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam",
+    kv: Literal["grouped", "expanded"] = "grouped",
+    lora: int | None = None,
+    targets: Sequence[str] = ("all-linear",),
+    other_parts: Literal["frozen", "left out", "trained"] = "frozen",
     sweep: bool = False,
     efficiency: float | None = None,
     peak: float | None = None,
@@ -141,7 +151,7 @@ def plan(
     node_size: int | None = None,
     inputs: Callable[[int, int | None], Any] | None = None,
     wrap: Any = None,
-    loss: Callable[[Any, Any], Any] | None = None,
+    loss: Callable[[Any, Any], Any] | Literal["fp32", "bf16", "chunked", "fused"] = "fp32",
     target: Callable[[int, int | None], Any] | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Planned:
@@ -151,13 +161,19 @@ def plan(
       a ``torch.nn.Module``, on any device; an ``MLP`` or the widths of one; or ``"package.module:factory"``.
     * ``gpus``: a number, several, or a range as in ``"2-64"``; ``sweep`` adds the powers of two around a number.
     * ``card``: a preset, as in ``"H100"``; ``memory``: bytes of a card, or with a unit, as in ``"80GB"``.
-    * ``seq``: tokens in a row; ``micro_batch``: rows per rank at a time, ``accumulate`` of them a step.
+    * ``seq``: tokens in a row; ``micro_batch``: rows per rank at a time, ``accumulate`` of them a step, or as many
+      as make up a ``global_batch`` of rows on all ranks.
     * ``checkpoint``: activation checkpointing; ``rows``: the schemes, by default all that the ``convention`` has.
     * ``precision``, ``wire``, ``wire_params``, ``sync``, ``bucket``, ``prefetch``: by default the convention's.
     * ``efficiency``, ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``),
       ``latency`` and ``node_latency`` (µs a hop), ``node_size``: for the time's bound, by default the card's.
+    * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
+      ``kv``: keys and values that heads share are kept once, or a copy for each head.
+    * ``lora``: train adapters of that rank beside the linear layers named in ``targets``, and freeze all else;
+      ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input.
     * For a module: ``inputs(rows, seq)`` gives what it is called with (by default token numbers [rows, seq]),
-      ``target(rows, seq)`` an example of the target, ``wrap`` its blocks, ``loss`` a function of output and target.
+      ``target(rows, seq)`` an example of the target, ``wrap`` its blocks; ``loss`` may be a function of output and
+      target.
     * ``advance`` is called with what it is at.
 
     ValueError, with what would work, for what cannot be planned; ModuleNotFoundError without the extra that it needs.
@@ -196,7 +212,11 @@ def plan(
                 sync=sync,
                 bucket=question.bucket(bucket, precision or rules.precision) if isinstance(bucket, str) else bucket,
                 prefetch=prefetch,
+                global_batch=global_batch,
                 optimizer=optimizer,
+                loss="fp32" if callable(loss) else loss,
+                kv=kv,
+                finetuning=Finetuning(other_parts=other_parts, lora=lora, targets=tuple(targets) if lora else ()),
                 network=Network(
                     efficiency=efficiency,
                     peak=None if peak is None else peak * 1e12,
@@ -208,7 +228,8 @@ def plan(
                 ),
             )
         )
-        source = _source(model, inputs=inputs, wrap=wrap, loss=loss, target=target)
+        own = {"inputs": inputs, "wrap": wrap, "loss": loss if callable(loss) else None, "target": target}
+        source = _source(model, question_.finetuning, **own)
         return Planned(planner.make(source, question_, advance or (lambda doing: None)))
 
 
@@ -259,8 +280,14 @@ def _named(model: Any) -> str:
     return os.fspath(model) if isinstance(model, (str, Path)) else type(model).__name__
 
 
-def _source(model: Any, **parts: Any) -> ModelSource:
+def _source(model: Any, finetuning: Finetuning, **parts: Any) -> ModelSource:
     """What the planner takes a model from."""
+    described = isinstance(model, (str, Path, dict))
+    if not described and finetuning != Finetuning():
+        raise ValueError(
+            f"plan({'lora' if finetuning.lora else 'other_parts'}): this is for a config.json or a model's name; a "
+            f"{type(model).__name__} says itself what is trained. Leave it out."
+        )
     if is_module(model):
         return _module(model, **parts)
     if unused := [name for name, value in parts.items() if value is not None]:
@@ -268,12 +295,12 @@ def _source(model: Any, **parts: Any) -> ModelSource:
     if isinstance(model, MLP):
         return Perceptron(model.widths)
     if isinstance(model, (str, Path)):
-        return sources.read(os.fspath(model))
+        return sources.read(os.fspath(model), finetuning)
     if isinstance(model, dict):
         from zerosim.planner.config_source import ConfigSource
 
         name = str(model.get("_name_or_path") or model.get("model_type") or "config")
-        found: Any = ConfigSource(model, name, name)
+        found: Any = ConfigSource(model, name, name, finetuning)
         return found  # type: ignore[no-any-return]
     if isinstance(model, Sequence):
         return sources.read(",".join(map(str, model)))

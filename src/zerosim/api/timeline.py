@@ -6,6 +6,7 @@ Owns ``Timeline``. It is made of records, so what is drawn is what was recorded 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,11 @@ class Timeline:
         if not report.events:
             raise ValueError(f"timeline(step): the log of step {report.step} is not kept. Ask for a later one.")
         self.step, self.events = report.step, event_records(report)
-        done = run.reports[: report.step]
+        done = [*run.reports[: report.step - 1], replace(report, complete=True)]  # also one that ended early
         settings = recording.settings_of(run.model, run.ring.size, run.options, steps=len(done))
         self._results = recording.results(
             settings, run.model.n_params, [recording.scheme_record(run.stage, done, report)]
         )
-        self._complete = report.complete
         self.peak = report.peak
 
     @property
@@ -67,7 +67,7 @@ class Timeline:
 
     def held(self) -> list[dict[str, int]]:
         """Bytes that a rank holds by band, before the first event and after each."""
-        resident: dict[str, int] = dict(self._record.steps[-1].resident) if self._complete else {}
+        resident: dict[str, int] = dict(self._record.steps[-1].resident)
         for event in self.events:
             resident[event.name] = resident.get(event.name, 0) - _change(event)
         levels = [{band: nbytes for band, nbytes in resident.items() if nbytes}]
@@ -105,11 +105,11 @@ class Timeline:
     def __repr__(self) -> str:
         peak = self.peak
         place = f"in the {peak.phase} of {peak.unit}" if peak.unit else "between steps"
-        rest = f"{sizes.text(sum(self._record.steps[-1].resident.values()))} at rest, " if self._complete else ""
+        rest = sizes.text(sum(self._record.steps[-1].resident.values()))
         ranks = self._results.settings.ranks
         return (
             f"Timeline({self.name} on {ranks} ranks, step {self.step}: {len(self.events)} events; "
-            f"{rest}{sizes.text(peak.total)} at the peak, {place})"
+            f"{rest} at rest, {sizes.text(peak.total)} at the peak, {place})"
         )
 
     def _repr_png_(self) -> bytes:

@@ -38,6 +38,7 @@ _STYLE = {
     "figure.titleweight": "bold",
     "grid.color": "#E6E6E6",
     "legend.frameon": False,
+    "svg.hashsalt": "zerosim",  # or the same figure would be another file each time
     "text.color": INK,
 }
 for _axis in ("xtick", "ytick"):
