@@ -14,9 +14,9 @@ from zerosim import theory
 from zerosim.bands import Band
 from zerosim.checks import sanitizer
 from zerosim.checks.reference import Reference
+from zerosim.counts import Report
 from zerosim.lab import suite as lab
 from zerosim.lab.data import Pair
-from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.records.consistency import load
 from zerosim.records.results import save
