@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from zerosim import theory
 from zerosim.bands import WIRES, Band
-from zerosim.ledger import EventKind
+from zerosim.counts import EventKind
 from zerosim.records.plan import Cell, Plan
 from zerosim.records.real_ranks import Corroboration, Run
 from zerosim.records.results import OutOfMemoryRecord, Results, SchemeRecord, StepRecord, SweepRow
@@ -25,11 +25,11 @@ class Scheme:
 
     def __init__(self, lab: Lab, recorded: SchemeRecord) -> None:
         self._lab, self._record = lab, recorded
-        self.name, self.stage = recorded.name, recorded.stage
+        self.name, self.row = recorded.name, recorded.row
         states = theory.STATES[lab.results.settings.precision]
         self.whole = sum(states.values())
         """Bytes per parameter of all model states."""
-        self.unshared = sum(each for band, each in states.items() if self.stage < theory.SHARDED_FROM.get(band, 1))
+        self.unshared = sum(each for band, each in states.items() if not self.row.shards(band))
         """Those that stay on every rank, according to the closed forms."""
         self.shared = self.whole - self.unshared
 

@@ -265,7 +265,7 @@ def test_deepspeed_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     """Without deepspeed its rows say what to install, nothing is started, and no check is said to hold."""
     pytest.importorskip("torch")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else SimpleNamespace())
-    monkeypatch.setattr(frameworks, "Nursery", None)
+    monkeypatch.setattr(frameworks, "ForkServer", None)
     settings = Settings(
         ranks=4, steps=1, batch=1, seed=7, model_seed=0, widths=PRIME, collectives=[], precisions=[], wire="fp32",
         backend="gloo", fault=None, rows=[],

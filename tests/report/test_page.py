@@ -29,7 +29,8 @@ from zerosim.records import results
 from zerosim.records.results import EventRecord, Failure, Results, SchemeRecord, Settings
 from zerosim.report import colors as palette
 from zerosim.report import page as report
-from zerosim.schemes import SCHEMES
+from zerosim.report.looks import look
+from zerosim.stages import SCHEMES, Stage
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -70,7 +71,7 @@ def hostile() -> Results:
         versions={HOSTILE: HOSTILE},
         settings=replace(whole.settings, data=HOSTILE),
         failures=[failure],
-        schemes=[replace(each, name=each.name + HOSTILE, events=marked(each.events)) for each in whole.schemes],
+        schemes=[replace(each, row=Stage(each.name + HOSTILE), events=marked(each.events)) for each in whole.schemes],
         sweep=[replace(row, scheme=row.scheme + HOSTILE, events=marked(row.events)) for row in whole.sweep],
         differences=[
             replace(each, scheme=each.scheme + HOSTILE, differing=banded(each.differing), largest=banded(each.largest))
@@ -122,7 +123,17 @@ def bare() -> Results:
     return replace(run(64), sweep=[])
 
 
-CASES: dict[str, Callable[[], Results]] = {"whole": run, "small_card": small_card, "hostile": hostile, "bare": bare}
+MINE = Stage("mine", optimizer=True, grads=True)
+
+
+def own() -> Results:
+    """The four and a row of the caller's own, which does what ZeRO-2 does."""
+    return lab.run(replace(SETTINGS, steps=1), rows=(*SCHEMES[:3], MINE, SCHEMES[3]))
+
+
+CASES: dict[str, Callable[[], Results]] = {
+    "whole": run, "small_card": small_card, "hostile": hostile, "bare": bare, "own": own,
+}  # fmt: skip
 
 
 @functools.cache
@@ -856,3 +867,26 @@ def test_charts_answer_the_pointer(tab: Tab) -> None:
     pointer.move_to_element_with_offset(plot, -60, -30).click_and_hold().move_by_offset(90, 60).release().perform()
     tab.wait(f"document.getElementById('loss').layout.xaxis.range[0] > {first}")
     assert tab.js("return document.getElementById('loss').layout.xaxis.range[1]") < last
+
+
+@in_browser
+def test_a_row_of_ones_own_is_shown_like_any_other(tab: Tab) -> None:
+    """A fifth row, the caller's own, has a table row, a panel, and in every chart a colour and mark of its own."""
+    tab.open("own", charts=True)
+    names = [*NAMES[:3], "mine", NAMES[3]]
+    assert [row[0] for row in read("own").tables["summary"][2:]] == names
+    tab.choose("scheme", "")
+    assert tab.js(
+        "return [...document.querySelectorAll('.panel')]"
+        ".map((e) => [e.dataset.scheme, e.style.getPropertyValue('--scheme')])"
+    ) == [[name, look(place).color] for place, name in enumerate(names)]
+    for chart in ("traffic", "loss"):
+        marks = tab.js(
+            "return document.getElementById(arguments[0]).data.filter((t) => arguments[1].includes(t.name))"
+            ".map((t) => [t.name, t.marker.color, t.marker.symbol.replace('-open', ''), t.marker.size])", chart, names,
+        )  # fmt: skip
+        assert [mark[:3] for mark in marks] == [
+            [name, look(place).color, look(place).symbol] for place, name in enumerate(names)
+        ]
+        sizes = [size for *_, size in marks]
+        assert sizes == sorted(set(sizes), reverse=True)  # of marks in one place each is seen

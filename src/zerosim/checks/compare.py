@@ -22,7 +22,7 @@ from zerosim import theory
 from zerosim.bands import MODEL_STATES, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.checks.reference import Reference
-from zerosim.ledger import Event, EventKind, Report
+from zerosim.counts import Event, EventKind, Report
 from zerosim.records.results import Check, Difference, Failure, OutOfMemoryRecord
 from zerosim.schemes import Scheme
 
@@ -147,7 +147,7 @@ Count = dict[tuple[int, str], int]  # by rank (-1: every rank) and quantity
 def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
     """As predicted, for one step: every number of ``report`` against the closed form, as integers, on every rank."""
     measured = _measured(scheme, report) | {(-1, INSTANTS): _instants(report, job)}
-    expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): len(scheme.reports)}
+    expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): scheme.ledger.steps}
     return [
         Failure(
             check=Check.AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],

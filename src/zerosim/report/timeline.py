@@ -62,7 +62,8 @@ def timeline(results: Results) -> Figure:
             keys.append(lines[0])
             finding = f"a card of {sizes.text(capacity)} is not enough for {names}"
     else:
-        peaks = {record.name: record.steps[-1].peak.total for record in (results.schemes[0], results.schemes[-1])}
+        peaks = {record.name: record.steps[-1].peak.total for record in results.schemes}
+        peaks = {name: total for name, total in peaks.items() if total in (max(peaks.values()), min(peaks.values()))}
         finding = f"at its peak a rank holds {each_value(peaks, sizes.text)}"
     headline(figure, f"One step on {ranks_text(results.settings.ranks)}: {finding}")
     legend(figure, *keys)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zerosim.torch_models.alike import Alike
 from zerosim.torch_models.intercept import intercepted, map_tensors, origins, tensors
 from zerosim.torch_models.op_counters import Flops, Fused, Watch
 from zerosim.torch_models.saved_tensors import Kept, SavedTensors, total
@@ -55,14 +56,18 @@ class Run:
     """One forward of a module without values, unit by unit."""
 
     def __init__(
-        self, module: torch.nn.Module, units: Sequence[Unit], given: Sequence[torch.Tensor], checkpoint: str
-    ) -> None:
+        self, module: torch.nn.Module, units: Sequence[Unit], given: Sequence[torch.Tensor], checkpoint: str,
+        idle: bool = False, writable: bool = False,
+    ) -> None:  # fmt: skip
         self._module, self._units, self._checkpoint = module, units, checkpoint
+        self._idle, self._writable = idle, writable
+        self.idle: list[Unit] = []  # units that the forward pass does not reach
         self.groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
         # What containers hold themselves is there from the beginning.
         self.calls = [_Call(unit, unit.name) for unit in units if unit.container]
         self._around = self.calls[-1].around if self.calls else Cost()
         self._known: dict[Any, tuple[Cost, set[str]]] = {}
+        self._alike, self._seen = Alike(), dict[Any, tuple[Cost, set[str], Any, set[str | int]]]()
         self._producers: dict[int, int] = {}  # the call that gave an output, by the output's id
         self._flops, self._outside = Flops(), 0
         self._walked: set[Any] = set()
@@ -83,12 +88,20 @@ class Run:
             self._left_containers(_found(output))
         called = {call.unit for call in self.calls}
         for unit in self._units:
-            if unit.parts and unit not in called:
+            if not unit.parts or unit in called or self._shared(unit, called):
+                continue
+            self.idle.append(unit)
+            if not self._idle:
                 raise ValueError(
                     f"measure(wrap): the forward pass never calls {unit.name}, though it has parameters or buffers. "
                     f"Match a module around it that is called, or leave it out of the model."
                 )
         return output
+
+    def _shared(self, unit: Unit, called: set[Unit]) -> bool:
+        """Whether all that a unit has is used by others, which are called: a tied embedding that is not itself."""
+        used = {id(tensor) for other in called for part in other.parts for tensor in part.tensors}
+        return all(id(tensor) in used for part in unit.parts for tensor in part.tensors)
 
     def loss(self, loss: Loss, output: Any, target: torch.Tensor) -> UnitShapes:
         """What the loss keeps and costs, and which calls its gradient goes to."""
@@ -106,7 +119,7 @@ class Run:
                     f"measure(loss): must return one number that depends on a trainable parameter; got {value!r}."
                 )
             cost, grads = _cost(record, {}, [value], found, watch)
-        self._take(record, {name: tensor for name, tensor in there.items() if tensor is not target})
+        self._take(record.touched, {name: tensor for name, tensor in there.items() if tensor is not target})
         used = [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None]
         return UnitShapes(name="loss", feeds=self._feeds(used), **vars(cost))
 
@@ -155,9 +168,13 @@ class Run:
         if not self.calls:
             call.around = self._around
         there = {f"x{index}": tensor for index, tensor in enumerate(leaves.values())}
-        call.cost, fed, output, record = self._measured(unit, forward, args, kwargs, there)
+        key = self._alike.key(self._module.get_submodule(unit.path), args, kwargs)
+        if key not in self._seen:  # of calls that are alike one is run
+            cost, fed, output, record = self._measured(unit, forward, args, kwargs, there)
+            self._seen[key] = cost, fed, map_tensors(_anew, output), record.touched
+        call.cost, fed, output, touched = self._seen[key]
         distinct = {f"x{index}": tensor for index, tensor in enumerate({id(each): each for each in taken}.values())}
-        self._take(record, distinct, everything=self._checkpoint != "none" and unit.matched)
+        self._take(touched, distinct, everything=self._checkpoint != "none" and unit.matched)
         call.feeds = set(self._feeds([distinct[name] for name in fed]))
         call.kept_before = self._saved.count
         fresh = map_tensors(_anew, output)
@@ -167,8 +184,17 @@ class Run:
             self._saved.know("", tensor)
         self.calls.append(call)
         self._around = call.around
+        if self._writable:  # what the containers write to in place is no leaf: it stands for the output
+            fresh = map_tensors(self._copied, fresh)
         self._outside = self._flops.total
         return fresh
+
+    def _copied(self, output: torch.Tensor) -> torch.Tensor:
+        if not output.requires_grad:
+            return output
+        copied = output.clone()
+        self._saved.know("", copied)
+        return copied
 
     def _measured(
         self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, there: Mapping[str, torch.Tensor]
@@ -198,10 +224,10 @@ class Run:
                 self._known[signature] = cost, {name for name, grad in given if grad is not None}
         return *self._known[signature], output, record
 
-    def _take(self, record: SavedTensors, given: Mapping[str, torch.Tensor], everything: bool = False) -> None:
+    def _take(self, touched: set[str | int], given: Mapping[str, torch.Tensor], everything: bool = False) -> None:
         """What was passed on by containers, and is no unit's output, is kept if the one that took it keeps it."""
         for name, tensor in given.items():
-            if everything or name in record.touched:
+            if everything or name in touched:
                 self._saved.keep(tensor)
 
     def _left_containers(self, taken: Sequence[torch.Tensor]) -> None:
