@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from zerosim import theory
 from zerosim.checks import compare
 from zerosim.checks.reference import Reference
+from zerosim.kernels.choice import choose
 from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
@@ -39,7 +40,7 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
     return Results(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=versions(),
         settings=settings,
         n_params=model.n_params,
         schemes=schemes,
@@ -175,8 +176,9 @@ def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket, int8_params=int8)
 
 
-def _versions() -> dict[str, str]:
-    packages = ("zerosim", "numpy", "ml_dtypes")
+def versions() -> dict[str, str]:
+    """What it was run with."""
+    packages = ("zerosim", "numpy", "ml_dtypes", *(["numba"] if choose().name == "numba" else []))  # which kernels
     return {name: importlib.metadata.version(name) for name in packages} | {
         "python": platform.python_version(),
         "machine": platform.machine(),

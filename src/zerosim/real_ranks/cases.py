@@ -15,9 +15,9 @@ import numpy as np
 from zerosim.bands import Array, Band
 from zerosim.buckets import Bucket
 from zerosim.comm import Comm
+from zerosim.counts import Report
 from zerosim.lab.data import Pair, batches
 from zerosim.layers import Model
-from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.real_ranks.connection import Booked
 from zerosim.records.real_ranks import NATIVE, RING, Settings
