@@ -29,7 +29,7 @@ class Scheme:
         states = theory.STATES[lab.results.settings.precision]
         self.whole = sum(states.values())
         """Bytes per parameter of all model states."""
-        self.unshared = sum(each for band, each in states.items() if not self.row.shards(band))
+        self.unshared = sum(each for band, each in states.items() if not self.row.over(band))
         """Those that stay on every rank, according to the closed forms."""
         self.shared = self.whole - self.unshared
 
@@ -270,7 +270,7 @@ class Planned:
     def smallest(self) -> str:
         """The smallest N on which each stage fits, and by its model states alone."""
         return ", ".join(
-            f"{row.name} {row.ranks or 'none'} ({row.states_alone or 'none'})" for row in self.found.smallest
+            f"{each.row.name} {each.ranks or 'none'} ({each.states_alone or 'none'})" for each in self.found.smallest
         )
 
     @property
