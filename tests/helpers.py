@@ -19,7 +19,7 @@ from zerosim import theory
 from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band, DType
 from zerosim.buckets import PADDINGS
 from zerosim.comm import Ring
-from zerosim.ledger import Report
+from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.options import Gather, Options, Sync

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from zerosim.bands import FP16, FP32, PRECISIONS, WIRES, Band
-from zerosim.ledger import Ledger, Phase
+from zerosim.counts import Phase
+from zerosim.ledger import Ledger
 from zerosim.ranks import OutOfMemory, Rank, Ranks, Workspace
 
 

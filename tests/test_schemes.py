@@ -11,7 +11,7 @@ import pytest
 from helpers import Batch, apart, batches, bits, contents, each_gather, each_stage, sizes
 from zerosim.bands import FP32, MODEL_STATES, PRECISIONS, Array, Band, DType
 from zerosim.buckets import Bucket
-from zerosim.ledger import EventKind, Phase
+from zerosim.counts import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
 from zerosim.options import Gather
@@ -271,13 +271,13 @@ def test_padding_is_never_read(stage: Stage, precision: str, ranks: int) -> None
 
 
 class DirtyRing(LocalRing):
-    """The local ring with memory as one gets it: full of something else, here NaN."""
+    """The local ring with memory as one gets it: full of something else, here NaN, or of targets -1."""
 
     def beside(self, *args: Any, **more: Any) -> LocalRing:
         return DirtyRing(*args, **more)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        return np.full(shape, np.nan, dtype)
+        return np.full(shape, np.nan if dtype.kind == "f" else -1, dtype)
 
 
 @each_stage

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zerosim.checkpoints.load import load
     from zerosim.checkpoints.save import save
     from zerosim.conformance.check import check
-    from zerosim.ledger import Event, Report
+    from zerosim.counts import Event, Report
     from zerosim.model import MLP
     from zerosim.optimizer import SGD, Adam, AdamW, ParamGroup, Schedule
     from zerosim.options import LossScale, Options
@@ -64,7 +64,7 @@ _HOMES = {
     "checkpoints.load": ("load",),
     "checkpoints.save": ("save",),
     "conformance.check": ("check",),
-    "ledger": ("Event", "Report"),
+    "counts": ("Event", "Report"),
     "model": ("MLP",),
     "optimizer": ("SGD", "Adam", "AdamW", "ParamGroup", "Schedule"),
     "options": ("LossScale", "Options"),

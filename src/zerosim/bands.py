@@ -29,6 +29,8 @@ DType = np.dtype[Any]
 class Place(StrEnum):
     """Where an array lives: every rank has a card and its part of the host's memory."""
 
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
+
     CARD = "card"
     HOST = "host"
 
@@ -39,6 +41,8 @@ class Band(StrEnum):
     >>> Band("exp_avg") is Band.EXP_AVG
     True
     """
+
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
 
     PARAMS = "params"
     GRADS = "grads"

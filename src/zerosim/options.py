@@ -83,6 +83,7 @@ class Options:
     * ``kernels``: ``"numba"`` computes with compiled kernels, ``"numpy"`` without, ``"auto"`` as the environment's
       ``ZEROSIM_KERNELS`` says, or else with them where numba is installed. The bits are the same.
     * ``threads``: how many of them the compiled kernels use. The bits are the same.
+    * ``keep_reports``: the reports of so many of the last steps are kept, ``keep_events`` of them with their logs.
     * ``node``: so many ranks are a group. Rows with groups shard within it; every row counts what leaves it.
 
     ValueError or TypeError, in the words of the call, for what is unknown or does not go together.
@@ -115,6 +116,8 @@ class Options:
     loss_scale: float | LossScale | None = None
     kernels: Choice = "auto"
     threads: int = 1
+    keep_reports: int = 100
+    keep_events: int = 2
 
     def __post_init__(self) -> None:
         one_of("Scheme", "precision", self.precision, PRECISIONS)
@@ -128,7 +131,8 @@ class Options:
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
         needed = [] if isinstance(self.bucket, str) else [("bucket", 1)]
-        needed += [("prefetch", 0), ("accumulate", 1), ("threads", 1)]
+        needed += [("prefetch", 0), ("accumulate", 1)]
+        needed += [("threads", 1), ("keep_reports", 1), ("keep_events", 1)]
         needed += [(name, 1) for name in ("capacity", "host_capacity", "node") if getattr(self, name) is not None]
         for name, least in needed:
             object.__setattr__(self, name, integer("Scheme", name, getattr(self, name), least))

@@ -57,7 +57,7 @@ class OutOfMemory(MemoryError):
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Allocation:
     array: Array
     band: Band
@@ -115,10 +115,11 @@ class Ranks:
             held = self.ledger.total if place is Place.CARD else sum(self.ledger.host.values())
             if held + asked > capacity:
                 raise OutOfMemory(self.ids[0], band, unit, asked, capacity, self.ledger, place)
-        array = self._pool.take((len(self.ids), *shape), dtype)
+        rows = len(self.ids)
+        array = self._pool.take((rows, *shape), dtype)
         self.allocations += 1
         self._live[id(array)] = _Allocation(array, band, unit, self.allocations, place)
-        self.ledger.hold(band, array.nbytes // len(self.ids), unit, place)
+        self.ledger.hold(band, array.nbytes // rows, unit, place)
         return array
 
     def free(self, array: Array) -> None:
@@ -211,6 +212,8 @@ class Workspace:
     ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one; ``kernels`` is what
     computes on it.
     """
+
+    kernels: Kernels = NUMPY
 
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
         self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels

@@ -25,8 +25,8 @@ from zerosim.cli import corroborate as corroboration
 from zerosim.cli import lab as lab_command
 from zerosim.cli import main as cli
 from zerosim.cli import plan as planner
+from zerosim.counts import Phase
 from zerosim.lab import suite as lab
-from zerosim.ledger import Phase
 from zerosim.records import consistency as soundness
 from zerosim.records import results
 from zerosim.records.files import ResultsError

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from zerosim.api import recording
 from zerosim.api.models import Batch, batches_for, model_for, rows_of
 from zerosim.checks import compare as checks
+from zerosim.counts import Report
 from zerosim.lab.experiment import Run, plain_training
-from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.options import Options, chosen, with_options
 from zerosim.ranks import OutOfMemory

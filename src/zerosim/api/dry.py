@@ -9,7 +9,7 @@ from typing import Any
 
 from zerosim.api.models import is_module
 from zerosim.bands import FP32
-from zerosim.ledger import Report
+from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.options import Options, chosen, with_options
 from zerosim.stages import Stage

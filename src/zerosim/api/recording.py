@@ -11,9 +11,9 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
+from zerosim.counts import Report
 from zerosim.lab.experiment import event_records, step_record
 from zerosim.lab.suite import versions
-from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.options import Options
 from zerosim.ranks import OutOfMemory

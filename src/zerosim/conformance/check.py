@@ -142,7 +142,7 @@ class Check:
         if not leaves(x):
             raise TypeError(f"check.step(x): a tensor, or a tuple or mapping of them; got {type(x).__name__}.")
         self._steps += 1
-        self._patience.board.begin(self._steps)
+        self._patience.begin(self._steps)
         self._observer.begin(self._steps, x, y, lr, loss_scale)
         self._inside = True
         try:
@@ -304,12 +304,13 @@ class Check:
         """The step has raised. Whoever caused it is named once; a rank that only suffers from it ends quietly."""
         if isinstance(error, OutOfOrder) or not isinstance(error, Exception) or self.ranks == 1:
             return
-        if not self._patience.blame(error, self._steps):
+        if not self._patience.blame(error):
             raise SystemExit(1) from None
 
     def _ended(self, found: Mismatch) -> None:
         """Why the job ends before its time, printed by the rank that says so."""
-        finding = Finding(found.step, found.rank, "collectives", Cause.ORDER, found.text)
+        cause = Cause.FAILED if found.failed else Cause.ORDER
+        finding = Finding(found.step, found.rank, "collectives", cause, found.text)
         self.findings.append(finding)
         verdict = Verdict(
             schema=VERDICT_SCHEMA, row=self.row.name, ranks=self.ranks, steps=self._steps, findings=[finding], held=[],

@@ -46,7 +46,7 @@ class Judge:
         self, layout: Layout, row: Stage, ranks: int, recipe: Recipe, dtype: DType, local: LocalGradients,
         expected: Callable[[Any, Any], Expected], search: Search | None = None, beat: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.layout, self.row, self.ranks, self.recipe = layout, row.on(ranks), ranks, recipe
+        self.layout, self.row, self.ranks, self.recipe = layout, row.on(ranks, None), ranks, recipe
         self.name, self.findings, self.notes = row.name, list[Finding](), list[str]()
         self.steps = 0
         self.compared: dict[str, int] = {}

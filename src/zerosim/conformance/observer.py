@@ -23,7 +23,7 @@ from zerosim.conformance.search import State
 from zerosim.conformance.seen import Seen, copied, leaves, sliced
 from zerosim.conformance.side import Side
 from zerosim.conformance.storages import Storages
-from zerosim.real_ranks.meter import Counters, Kernel, tcp_sockets
+from zerosim.real_ranks.meter import Counters, Kernel
 from zerosim.records.conformance import Asked
 
 Tensor = Any
@@ -52,7 +52,7 @@ class Observer:
         ``copy`` is the module as it was when the check was made.
         """
         self._created = dict(copy.named_parameters())
-        self.kernel = Kernel(tcp_sockets() - side.sockets)
+        self.kernel = Kernel(side.sockets)
         self._storages.ignore(own)
         self.rank, self.patience = side.rank, patience
         self.seen = Seen(side.rank, 0)
@@ -88,6 +88,7 @@ class Observer:
         stack.enter_context(self._optimizers)
         stack.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
         torch.autograd.backward = self._backward(torch.autograd.backward)
+        stack.enter_context(self._storages.resizing())
         self._counted = self._count()
         stack.enter_context(self._watch)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Storages:
         self.counting = counting
         self.total = self.peak = 0
         self._alive: dict[int, tuple[int, str]] = {}
+        self._resize = torch.UntypedStorage.resize_
         own = {_key(tensor) for tensor in net.values()}
         self._foreign: set[int] = set()
         for tensor in _everything():
@@ -62,6 +64,24 @@ class Storages:
         self.peak = self.total
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Within the block, storages that are given another size, or none, are noticed: no operation returns them."""
+
+        def resize_(storage: Any, nbytes: int) -> Any:
+            found = self._resize(storage, nbytes)
+            if (before := self._alive.get(storage._cdata)) is not None:
+                self._alive[storage._cdata] = nbytes, before[1]
+                self.total += nbytes - before[0]
+                self.peak = max(self.peak, self.total)
+            return found
+
+        torch.UntypedStorage.resize_ = resize_
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = self._resize
 
     def users(self) -> list[Tensor]:
         """Every dense tensor that was made since this was, or is one of the parameters, and whose memory is there."""

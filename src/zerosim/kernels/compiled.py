@@ -47,7 +47,11 @@ class Compiled:
 
     def kernels(self) -> Kernels:
         """The record that is handed on."""
-        return Kernels("numba", self.convert, self.adam, self.ring_sum, self.ring_copies)
+        return Kernels("numba", self.convert, self.adam, self.worth, self.ring_sum, self.ring_copies)
+
+    def worth(self, size: int) -> bool:
+        """Whether numba is loaded, or worth loading for an array of so many elements."""
+        return self._module is not None or size >= self._least
 
     # -- operations
 
@@ -109,7 +113,7 @@ class Compiled:
         """The loop of that name for arrays of these dtypes; None where the formula has to do."""
         key = name, dtypes
         if key not in self._found:
-            if self._module is None and size < self._least:
+            if not self.worth(size):
                 return None
             self._found[key] = self._made(name, dtypes)
         return self._found[key]

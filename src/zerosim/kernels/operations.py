@@ -40,6 +40,7 @@ class Kernels:
     * ``convert(source, target)``: a cast, as ``casts.convert``.
     * ``adam(params, grads, exp_avg, exp_avg_sq, beta1, beta2, eps, step_size, root_correction, decay)``: Adam on
       [..., n], which gives the operations that it did for each element.
+    * ``rings(size)``: whether the two that follow are there for a buffer of so many elements.
     * ``ring_sum(chunks, blocks, padding, handed)``: all hops of a reduce-scatter whose ranks are all here, from
       ``chunks`` [ring, member, chunk, C]. ``blocks`` are the two in flight, each [ring, chunk, C]; the sum ends in
       the one that is returned. ``padding`` has the bytes of it in each chunk [ring, chunk], and ``handed`` is told of
@@ -52,6 +53,7 @@ class Kernels:
     name: str
     convert: Callable[[Array, Array], None]
     adam: Callable[..., int | None] | None = None
+    rings: Callable[[int], bool] = lambda size: False
     ring_sum: Callable[[Array, tuple[Array, Array], Array, Handed], Array | None] | None = None
     ring_copies: Callable[[Array, Array, int, Array, Handed], bool] | None = None
 

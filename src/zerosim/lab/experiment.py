@@ -13,8 +13,8 @@ from typing import Any
 from zerosim import theory
 from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
+from zerosim.counts import Peak, Report
 from zerosim.lab.data import Pair, batches
-from zerosim.ledger import Peak, Report
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from zerosim import theory
 from zerosim.checks import compare
 from zerosim.checks.reference import Reference
+from zerosim.kernels.choice import choose
 from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
@@ -177,7 +178,7 @@ def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
 
 def versions() -> dict[str, str]:
     """What it was run with."""
-    packages = ("zerosim", "numpy", "ml_dtypes")
+    packages = ("zerosim", "numpy", "ml_dtypes", *(["numba"] if choose().name == "numba" else []))  # which kernels
     return {name: importlib.metadata.version(name) for name in packages} | {
         "python": platform.python_version(),
         "machine": platform.machine(),

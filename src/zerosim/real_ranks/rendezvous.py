@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from zerosim.layers import Model
 from zerosim.real_ranks import cases, corroborate
 from zerosim.real_ranks.agreement import Disagreement
 from zerosim.real_ranks.blame import Verdict
 from zerosim.real_ranks.connection import Address, Bye, Connection, Hello, Message, Status, Trouble
 from zerosim.real_ranks.coordinator import Coordinator, RankFailure
 from zerosim.real_ranks.processes import Child, Heartbeat, children
+from zerosim.real_ranks.simulation import check_trainable
 from zerosim.records.real_ranks import Corroboration, Settings
 
 _LOOK = 0.05  # seconds between two looks at how a rank fares
@@ -90,8 +90,6 @@ def take_part(
     advance: Callable[[str], None],
     timeout: float,
     interface: str | None,
-    model: Model | None = None,
-    data: corroborate.Batches | None = None,
 ) -> Corroboration | int:
     """Do this process's part: rank 0 coordinates and returns what was found, the others return their exit code.
 
@@ -102,7 +100,8 @@ def take_part(
     from zerosim.real_ranks import worker  # only now: it imports torch
     from zerosim.worlds import torch_ring
 
-    model, data = model or cases.model(settings), data or cases.data(settings)
+    model, data = cases.trained(settings)
+    check_trainable(settings, model)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listening(me)) if me.rank == 0 else None
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from zerosim.bands import Band, Place
-from zerosim.ledger import EventKind, Phase
+from zerosim.counts import EventKind, Phase
 from zerosim.records import results as recorded
 from zerosim.records.files import ResultsError
 from zerosim.records.results import (

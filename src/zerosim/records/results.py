@@ -62,6 +62,7 @@ class Settings(Record):
             host_capacity=self.host_capacity,
             node=self.node,
             wire_params=self.wire_params,
+            keep_reports=self.steps,
         )
 
     def order(self, row: Stage, ranks: int | None = None) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerosim.bands import WIRES
-from zerosim.ledger import Phase
+from zerosim.counts import Phase
 from zerosim.records.results import Check, Results
 from zerosim.report.tables import number_table, screen
 

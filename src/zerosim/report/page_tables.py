@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.etree import ElementTree as Tree
 
 from zerosim.bands import WIRES
-from zerosim.ledger import Phase
+from zerosim.counts import Phase
 from zerosim.records.results import Prediction, Results
 
 _CHECKED = "Bytes are per rank. A measured number that is not the predicted one is marked ≠."

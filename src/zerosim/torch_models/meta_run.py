@@ -193,7 +193,7 @@ class Run:
         if not output.requires_grad:
             return output
         copied = output.clone()
-        self._tape.know("", copied)
+        self._saved.know("", copied)
         return copied
 
     def _measured(

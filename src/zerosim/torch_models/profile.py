@@ -124,7 +124,7 @@ def _idle(run: Run, groups: list[GroupShapes], idle: str) -> list[UnitShapes]:
     return found
 
 
-def _target(output: Any, loss: Loss, target: torch.Tensor | None) -> torch.Tensor:
+def _target(output: Any, loss: Loss, target: torch.Tensor | Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if target is not None:
         return (target(output) if callable(target) else target).to("meta")
