@@ -71,9 +71,9 @@ def _sent(found: Corroboration, runs: Sequence[Run]) -> Table:
     return _traffic(
         found, runs, "Bytes that the busiest rank sends in a step", lambda rank: rank.sent, ("process", "sockets"),
         "P: all parameters once, times (N-1)/N. Handed: to torch, what is for others of it; red if that is not the "
-        "simulator's count and the rank's. Moved: what the backend makes of it. Rest: what the kernel counted and "
-        "nothing explains, over all ranks and steps: of what a rank writes (by /proc) and of what its open TCP "
-        "connections carry (by socket). ?: not measured.",
+        "simulator's count and the rank's. Moved: what the backend makes of it. Kernel: that with its framing. Rest: "
+        "what the kernel counted and nothing explains, over all ranks and steps: of what a rank writes (by /proc) and "
+        "of what its open TCP connections carry (by socket). ?: not measured.",
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _traffic(
     """One way of the traffic; precisions whose numbers are the same share a row."""
     table = number_table(
         title,
-        "scheme", "over", "handed,\nin P", "moved,\nin P", "moved", "framing", "kernel",
+        "scheme", "over", "handed,\nin P", "moved,\nin P", "moved", "kernel",
         *(f"rest,\n{SHORT[meter]}" for meter in meters),
         caption=caption, left=2, tight=True,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def _traffic(
         row = (
             run.scheme, run.collectives,
             _marked(f"{handed / unit:.2f}", not busiest.simulated == busiest.booked == busiest.handed),
-            f"{moved / unit:.2f}", f"{moved:,}", f"{busiest.framing[-1]:,}",
+            f"{moved / unit:.2f}", f"{moved:,}",
             UNKNOWN if counted is None else f"{counted:,}",
             *(_unexplained(flows, meter) for meter in meters),
         )  # fmt: skip
