@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from zerosim import theory
 from zerosim.bands import WIRES, Band
-from zerosim.ledger import EventKind
+from zerosim.counts import EventKind
 from zerosim.records.plan import Cell, Plan
 from zerosim.records.real_ranks import Corroboration, Run
 from zerosim.records.results import OutOfMemoryRecord, Results, SchemeRecord, StepRecord, SweepRow

@@ -19,11 +19,12 @@ from zerosim import theory
 from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band, DType
 from zerosim.buckets import PADDINGS
 from zerosim.comm import Ring
-from zerosim.ledger import Report
+from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.options import Gather, Options, Sync
 from zerosim.ranks import Workspace
+from zerosim.records.real_ranks import Settings as RealSettings
 from zerosim.records.results import Settings
 from zerosim.schemes import SCHEMES, Scheme, Stage, ZeRO3
 
@@ -122,6 +123,16 @@ def lab_settings(**changes: Any) -> Settings:
         "gather": "layer", "data": "noise", "capacity": None, "widths": [7, 11, 3],
     }  # fmt: skip
     return Settings(**usual | changes)
+
+
+def real_settings(**changes: Any) -> RealSettings:
+    """Two steps of every scheme on four real ranks, small."""
+    usual: dict[str, Any] = {
+        "ranks": 4, "steps": 2, "batch": 3, "seed": 7, "model_seed": 0, "widths": [5, 7, 3],
+        "collectives": ["ring", "native"], "precisions": ["mixed"], "wire": "fp32", "backend": "gloo", "fault": None,
+        "rows": list(SCHEMES),
+    }  # fmt: skip
+    return RealSettings(**usual | changes)
 
 
 # -- what is drawn at random

@@ -10,7 +10,8 @@ import pytest
 
 from helpers import Recorder, apart, bits
 from zerosim.comm import Comm
-from zerosim.ledger import EventKind, Ledger, Phase, Traffic
+from zerosim.counts import EventKind, Phase, Traffic
+from zerosim.ledger import Ledger
 from zerosim.worlds.local import LocalRing
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)

@@ -7,7 +7,8 @@ import pytest
 
 from helpers import batches, each_gather, nonzero
 from zerosim.bands import Band
-from zerosim.ledger import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
+from zerosim.counts import Event, EventKind, Peak, Phase, Report, Traffic
+from zerosim.ledger import Ledger
 from zerosim.model import MLP
 from zerosim.options import Gather
 from zerosim.schemes import Stage

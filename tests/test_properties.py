@@ -14,8 +14,8 @@ from helpers import EVERYWHERE, MINE, OWN, Batch, bits, draw, nonzero, options, 
 from zerosim.bands import MODEL_STATES, PRECISIONS, WIRES, Band
 from zerosim.buckets import PADDINGS
 from zerosim.checks import compare as checks
+from zerosim.counts import Report
 from zerosim.lab.experiment import Run, batches_of, model_of
-from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.records.results import Failure, Settings
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3

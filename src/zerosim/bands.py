@@ -36,7 +36,11 @@ class Place(StrEnum):
 
 
 class Band(StrEnum):
-    """One kind of thing that a rank holds. Down to the momentum they are the model states."""
+    """One kind of thing that a rank holds. Down to the momentum they are the model states.
+
+    >>> Band("exp_avg") is Band.EXP_AVG
+    True
+    """
 
     __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
 
@@ -57,6 +61,7 @@ class Band(StrEnum):
     BUFFERS = "buffers"
     CHECKPOINT = "checkpoint"  # what is copied to be written
     BUCKET = "gradient bucket"
+    SCALES = "optimizer scales"
 
 
 MODEL_STATES = (
@@ -130,6 +135,7 @@ class Precision:
             Band.BUFFERS: FP32,
             Band.CHECKPOINT: np.dtype(np.uint8),
             Band.BUCKET: grads,
+            Band.SCALES: FP32,
         }
 
 

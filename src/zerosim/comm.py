@@ -27,8 +27,9 @@ import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, INT8, Array, DType
+from zerosim.counts import Counts, Traffic
 from zerosim.kernels.operations import Handed
-from zerosim.ledger import Counts, Ledger, Traffic
+from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
 from zerosim.util import int8
 from zerosim.util.casts import convert
@@ -204,7 +205,7 @@ class Comm:
                     self.ring.spread(self._landed(arrived, buffer), buffer)
         self._convert(own, place)
 
-    def _landed(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
+    def _landed(self, block: Shaped[Array, "R n"], buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
         """A block in the dtype of the buffer that it is written to: itself, or a register."""
         if block.dtype == buffer.dtype:
             return block
@@ -266,7 +267,7 @@ class Comm:
 
     # -- in flight
 
-    def _leave(self, own: Shaped[Array, "... C"], block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
+    def _leave(self, own: Shaped[Array, "... C"], block: Shaped[Array, "R n"]) -> Shaped[Array, "... C"]:
         """Write what each rank owns to a block, as it is sent; what it is to everybody, the owner included."""
         if self.wire != INT8:
             self._convert(own, block.reshape(own.shape))
@@ -276,7 +277,7 @@ class Comm:
             int8.unpack(block, own)
         return own
 
-    def _land(self, block: Shaped[Array, "... C"], out: Shaped[Array, "... C"]) -> None:
+    def _land(self, block: Shaped[Array, "... n"], out: Shaped[Array, "... C"]) -> None:
         """Write a block that has arrived, in the dtype of ``out``."""
         if self.wire == INT8:
             int8.unpack(block, out)

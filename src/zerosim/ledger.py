@@ -1,6 +1,6 @@
 """The ledger: what is held, what was sent, what was computed and how long it took.
 
-Owns the counters, the peaks, the per-step reports and the event log. It is told of each
+Owns the counters, and writes the records of ``counts.py``. It is told of each
 hold, free and hop by the one place where that happens, and never works a number out. Must
 not know models or schemes.
 
@@ -14,161 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from zerosim.bands import Place
-
-Counts = npt.NDArray[np.int64]  # [R], one for each rank of this process
-
-
-class Phase(StrEnum):
-    """What a step is busy with. Time and FLOPs are booked under the innermost phase."""
-
-    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    COMMUNICATION = "communication"
-    OPTIMIZER = "optimizer"
-    HOST_OPTIMIZER = "optimizer on the host"
-    OTHER = "other"
-
-
-class EventKind(StrEnum):
-    """What an entry of the log is about."""
-
-    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
-
-    HOLD = "hold"
-    FREE = "free"
-    SEND = "send"
-    COMPUTE = "compute"
-    COPY = "copy"  # over the host link, named for the place that it goes to
-    HOST_HOLD = "host hold"
-    HOST_FREE = "host free"
-
-
-class Event(NamedTuple):
-    """One entry of the log that the timeline is drawn from; bytes are per rank."""
-
-    kind: EventKind
-    name: str  # the band held or freed, the collective sent, the phase computed, or the place copied to
-    unit: str  # whose it is: a layer's name
-    nbytes: int
-    held: int  # bytes that a rank holds on its card after it
-    seconds: float  # since the step began
-    phase: Phase  # what the step was busy with
-    amount: int = 0  # messages of a SEND, FLOPs of a COMPUTE; per rank
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The highest instant: its total, every band at that instant, and whose hold reached it. Bytes."""
-
-    total: int = 0
-    by_band: dict[str, int] = field(default_factory=dict)
-    unit: str = ""
-    phase: Phase = Phase.OTHER
-
-
-class Traffic:
-    """What one collective moved for one band: bytes per rank, and messages per rank.
-
-    A block in flight has a row for every rank here, all equally large, so what one rank
-    hands on each of them does. What differs is how much of it is padding, and who hands it
-    to a rank of another node.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._rows, self._sent, self._received = rows, 0, 0
-        self.padding: Counts = np.zeros(rows, np.int64)  # the part of sent that is padding
-        self.outside: Counts = np.zeros(rows, np.int64)  # the part of sent that left the rank's node
-        self.node_outside = 0  # bytes that left each node, by all of its ranks
-        self.messages = 0
-
-    @property
-    def sent(self) -> Counts:
-        """Bytes sent, [R]."""
-        return np.full(self._rows, self._sent, np.int64)
-
-    @property
-    def received(self) -> Counts:
-        """Bytes received, [R]."""
-        return np.full(self._rows, self._received, np.int64)
-
-    @property
-    def sent_each(self) -> int:
-        """Bytes that each rank sent."""
-        return self._sent
-
-    def hop(self, sent: int, received: int, padding: Counts | None) -> None:
-        """One hop: every rank handed over a block of ``sent`` bytes and took one of ``received``."""
-        self._sent += sent
-        self._received += received
-        self.messages += 1
-        if padding is not None:
-            self.padding += padding
-
-    def hops(self, messages: int, sent: int, received: int, padding: Counts | None) -> None:
-        """Hops that were counted as they were made: so many for every rank, and the bytes of all of them."""
-        self.messages += messages
-        self._sent += sent
-        self._received += received
-        if padding is not None:
-            self.padding += padding
-
-
-@dataclass
-class Report:
-    """What one step held, sent, computed and took. Bytes and FLOPs are integers, per rank.
-
-    ``peak`` counts everything; ``peak_without_activations`` leaves out what does not scale
-    with the parameters. ``traffic`` is keyed by (collective, band), ``copies`` over the host link by
-    (place that they went to, band). ``host`` and ``host_peak`` are the host's memory.
-    ``losses`` are those of each rank here, over its micro-batches. ``complete`` is False
-    for a step that ended early, by an out-of-memory error say; its numbers stand up to there.
-    """
-
-    step: int
-    loss: float = float("nan")
-    losses: list[float] = field(default_factory=list)
-    mean_of_means: float = float("nan")  # of the ranks' losses, which is another number where they are uneven
-    norm: float | None = None
-    scale: float = 1.0
-    skipped: bool = False
-    complete: bool = False
-    resident: dict[str, int] = field(default_factory=dict)
-    padding: list[int] = field(default_factory=list)
-    peak: Peak = field(default_factory=Peak)
-    peak_without_activations: Peak = field(default_factory=Peak)
-    host: dict[str, int] = field(default_factory=dict)  # at rest
-    host_peak: Peak = field(default_factory=Peak)
-    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
-    copies: dict[tuple[str, str], int] = field(default_factory=dict)
-    flops: dict[Phase, int] = field(default_factory=dict)
-    seconds: dict[Phase, float] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-
-    def sent(self) -> list[int]:
-        """Bytes that each rank of this process sent in the step, all collectives together."""
-        return _total(traffic.sent for traffic in self.traffic.values())
-
-    def sent_by_collective(self) -> dict[str, list[int]]:
-        """Bytes that each rank sent, by collective."""
-        names = dict.fromkeys(collective for collective, _ in self.traffic)
-        return {
-            name: _total(traffic.sent for (collective, _), traffic in self.traffic.items() if collective == name)
-            for name in names
-        }
-
-
-def _total(parts: Iterable[Counts]) -> list[int]:
-    return [int(sum(column)) for column in zip(*(part.tolist() for part in parts), strict=True)]
+from zerosim.counts import Counts, Event, EventKind, Peak, Phase, Report, Traffic
 
 
 def _some(held: dict[str, int]) -> dict[str, int]:
@@ -210,6 +60,7 @@ class Ledger:
         self.host: dict[str, int] = {}
         self.reports: list[Report] = []
         self.phase = Phase.OTHER
+        self.listeners: list[Callable[[Event], object]] = []  # each is called with every event that follows
         self._clock = clock
         self._uncredited = 0  # FLOPs that no entry of the log has yet
         self._without = 0  # the total less the bands that are apart
@@ -318,8 +169,10 @@ class Ledger:
 
     def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, amount: int = 0) -> None:
         seconds = self._clock() - self._started
-        # An Event, in half the time of Event(...).
-        self._open.events.append(_NEW(Event, (kind, name, unit, nbytes, self.total, seconds, self.phase, amount)))
+        event = _NEW(Event, (kind, name, unit, nbytes, self.total, seconds, self.phase, amount))  # half Event's time
+        self._open.events.append(event)
+        for listener in self.listeners:
+            listener(event)
 
     # -- steps
 

@@ -25,7 +25,11 @@ _BLOCK = 32_768  # elements that go through all thirteen operations while they a
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters with a rate or a weight decay of their own: those of the layers whose name ``match`` is found in."""
+    """Parameters with a rate or a weight decay of their own: those of the layers whose name ``match`` is found in.
+
+    >>> AdamW(groups=(ParamGroup("layer 1", weight_decay=0.0),)).weight_decay
+    0.01
+    """
 
     match: str
     lr: float | None = None
@@ -39,6 +43,9 @@ class Schedule:
     ``kind`` is ``"constant"``, ``"linear"`` or ``"cosine"``, which end after ``total`` steps: the factors that
     torch.optim.lr_scheduler.LambdaLR is given for these in general. ``counts`` says of what: ``"updates"`` that
     were applied, or ``"steps"``, skipped ones too, as a scheduler that is called each time does.
+
+    >>> [Schedule(warmup=2, total=6, kind="linear").factor(done) for done in range(7)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
     warmup: int = 0
@@ -70,6 +77,10 @@ class Adam:
 
     The operations and their order are those of torch.optim.Adam's for-loop form, so that
     the moments can be compared with it bit for bit.
+
+    >>> import zerosim as zs
+    >>> zs.ZeRO2(zs.MLP(), ranks=8, optimizer=Adam(lr=3e-4, betas=(0.9, 0.95))).options.optimizer.lr
+    0.0003
     """
 
     states: ClassVar[tuple[Band, ...]] = (Band.EXP_AVG, Band.EXP_AVG_SQ)
@@ -167,7 +178,11 @@ class Adam:
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay, on what has two or more dimensions."""
+    """Adam with decoupled weight decay, on what has two or more dimensions.
+
+    >>> AdamW(lr=3e-4).weight_decay
+    0.01
+    """
 
     weight_decay: float = 1e-2
 
@@ -178,6 +193,10 @@ class SGD:
 
     The operations and their order are those of torch.optim.SGD without dampening, whose first
     momentum is the first gradient: a momentum that starts at zero comes to the same.
+
+    >>> import zerosim as zs
+    >>> zs.DP(zs.MLP(), ranks=2, optimizer=SGD(momentum=0.9)).bytes_per_param()
+    12.0
     """
 
     lr: float = 1e-2

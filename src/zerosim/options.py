@@ -33,6 +33,12 @@ class LossScale:
     multiplies it by ``backoff``, though not below ``least``; ``interval`` steps without one multiply it by
     ``growth``. So many overflows are tolerated before the first backs off as ``hysteresis`` says (DeepSpeed's;
     1 is torch's). ValueError for what cannot be.
+
+    >>> import zerosim as zs
+    >>> run = zs.ZeRO1(zs.MLP(), ranks=2, loss_scale=LossScale(init=1024.0))
+    >>> _ = run.step(*zs.batches(ranks=2))
+    >>> run.reports[-1].scale
+    1024.0
     """
 
     init: float = 65536.0

@@ -28,6 +28,14 @@ class OutOfMemory(MemoryError):
 
     Attributes: ``rank``, ``band``, ``unit`` (the layer), ``asked`` bytes, ``held`` bytes by
     band, ``capacity`` bytes, the ``place`` that was full, and ``ledger``, the run's record up to here.
+
+    >>> import zerosim as zs
+    >>> run = zs.ZeRO3(zs.MLP(), ranks=8, capacity=100_000)
+    >>> try:
+    ...     run.step(*zs.batches(ranks=8))
+    ... except zs.OutOfMemory as error:
+    ...     f"{error.asked:,} B of {error.band} for {error.unit}"
+    '33,024 B of gathered params for layer 2'
     """
 
     def __init__(
@@ -157,6 +165,11 @@ class Rank(Mapping[str, list[Array]]):
 
     ``rank["master"]`` is a list of arrays, one per bucket, in the order of allocation: views that
     cannot be written. KeyError for a band that there is not, or of which nothing is held.
+
+    >>> import zerosim as zs
+    >>> rank = zs.ZeRO1(zs.MLP(), ranks=8).ranks[3]
+    >>> [array.shape for array in rank["master"]]
+    [(1040,), (2064,), (1032,)]
     """
 
     def __init__(self, ranks: Ranks, row: int) -> None:

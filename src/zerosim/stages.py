@@ -11,13 +11,14 @@ piece, and the rules that a row must keep. Must not know the training step that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerosim.bands import FP32, Band, Precision
 from zerosim.options import Options, chosen, with_options
+from zerosim.util.front_door import public
 
 if TYPE_CHECKING:
     from zerosim.schemes import Scheme
@@ -63,9 +64,6 @@ class Stage:
     >>> mine.piece(Band.GRADS, rank=5, ranks=8, node=4), mine.piece(Band.MASTER, rank=5, ranks=8, node=4)
     ((1, 4), (3, 8))
     """
-
-    # ``Scheme``: schemes.py, which reads these rows, puts itself here. Readers of records resolve this annotation.
-    train: ClassVar[Callable[..., Any]]
 
     name: str
     optimizer: Sharded = Over.NOBODY
@@ -125,7 +123,8 @@ class Stage:
 
         Options come as keywords, as one record, or as both, and then the keywords count.
         """
-        made: Scheme = self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        given = chosen(options, keywords)
+        made: Scheme = public("Scheme")(self, model, ranks, given, ring=ring, collectives=collectives)
         return made
 
     def over(self, band: Band) -> Over:

@@ -25,8 +25,8 @@ from zerosim.cli import corroborate as corroboration
 from zerosim.cli import lab as lab_command
 from zerosim.cli import main as cli
 from zerosim.cli import plan as planner
+from zerosim.counts import Phase
 from zerosim.lab import suite as lab
-from zerosim.ledger import Phase
 from zerosim.records import consistency as soundness
 from zerosim.records import results
 from zerosim.records.files import ResultsError
@@ -258,7 +258,7 @@ def test_no_count_can_be_changed_alone(found: Results, card: Results) -> None:
         (lambda text: text.replace('"noise"', '"\\ud800"', 1), "surrogates not allowed"),
         (lambda text: text.replace('"messages": ', f'"messages": {2**63}', 1), "<= 9223372036854775807"),
         (lambda text: text.replace('"step": 1', '"step": -1', 1), ">= 0"),
-        (lambda text: text.replace('"name": "ZeRO-1"', '"name": "ZeRO-4"', 1), "in this order"),
+        (lambda text: text.replace('"name": "ZeRO-1"', '"name": "ZeRO-4"', 1), "each of its own scheme"),
         (lambda text: "{" + '"a": {' * 50_000, "not a whole record"),
     ],
     ids=["a field twice", "too many digits", "half a character", "too large", "negative", "no such scheme", "too deep"],

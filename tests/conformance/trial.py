@@ -69,7 +69,7 @@ def train(rank: int, stage: int, case: dict[str, Any], hand_over: Callable[..., 
     checked = check(
         net, scheme=SCHEMES[stage], loss=loss, optimizer=rule, accumulate=options.get("accumulate", 1),
         clip=options.get("max_norm"), loss_scale="dynamic" if options.get("scale") else None, memory=False,
-        timeout=20,
+        timeout=case.get("timeout", 20),
     )  # fmt: skip
     trainer = own.Zero(net, stage, **options)
     for step, (x, y) in enumerate(batches(rank, steps, rows + rank if uneven else rows), start=1):

@@ -15,8 +15,11 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from zerosim.bands import Array, Band  # noqa: E402
+from zerosim.counts import (  # noqa: E402
+    Phase,
+    Report,
+)
 from zerosim.layers import Role  # noqa: E402
-from zerosim.ledger import Phase, Report  # noqa: E402
 from zerosim.optimizer import Adam  # noqa: E402
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2, ZeRO3  # noqa: E402
 from zerosim.torch_models import demo, meta_run  # noqa: E402

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from zerosim.bands import Band
+from zerosim.counts import EventKind, Phase
 from zerosim.layers import Role
-from zerosim.ledger import EventKind, Phase
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2, ZeRO3
 from zerosim.worlds.dry import DryRing
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, ShapeModel, Tensor, UnitShapes

@@ -34,7 +34,17 @@ def load(
 
     Its states are the same bits, padding cut anew; where the number of ranks and the order of summation are
     the same, so is the training that follows. ``model`` is needed for any but an ``MLP``; options are the
-    saved ones unless keywords say otherwise. CheckpointError, with what is wrong, for a folder that is
+    saved ones unless keywords say otherwise.
+
+    >>> import zerosim as zs
+    >>> run = zs.ZeRO2(zs.MLP(), ranks=8)
+    >>> _ = run.step(*zs.batches(ranks=8))
+    >>> run.save("folder")
+    >>> again = zs.load("folder", zs.ZeRO3, ranks=16)
+    >>> again.name, again.steps, bool((again.full_theta() == run.full_theta()).all())
+    ('ZeRO-3', 1, True)
+
+    CheckpointError, with what is wrong, for a folder that is
     damaged, incomplete, foreign, or of another model.
     """
     folder = Path(folder)

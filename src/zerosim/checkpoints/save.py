@@ -28,6 +28,10 @@ def save(scheme: Scheme, folder: str | Path) -> Index:
     What was there before stays until all of it is written. A rank's pieces are copied to its host before
     they are written; the ledger has the copies. OSError, with the older checkpoint intact, if the disk is full;
     CheckpointError if another is being written there; ValueError for a run of which not all ranks live here.
+
+    >>> import zerosim as zs
+    >>> zs.save(zs.ZeRO2(zs.MLP(), ranks=2), "folder").row.name
+    'ZeRO-2'
     """
     folder = Path(folder)
     if len(scheme.ring.ids) != scheme.ring.size:

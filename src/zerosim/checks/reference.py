@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from zerosim.bands import Array, Band, DType
+from zerosim.checks import told
 from zerosim.stages import Over, Stage
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -49,13 +51,18 @@ class Reference:
 
     def __init__(
         self, row: Stage, widths: Sequence[int], seed: int, ranks: int, precision: str, wire: str, kept: float = 1,
-        node: int | None = None, wire_params: str | None = None,
+        node: int | None = None, wire_params: str | None = None, clip: float | None = None, loss_scale: Any = None,
+        uneven: bool = False,
     ) -> None:  # fmt: skip
         self.row, self.ranks, self.kept, self.members = row, ranks, kept, node or ranks
         self.groups = ranks // self.members
         (self.working, self.averaged), self.wire = RECIPES[precision], WIRE[wire]
         self.wire_params: DType | str = "int8" if wire_params == "int8" else WIRE[wire_params or wire]
-        self.steps = 0
+        self.clip, self.uneven = clip, uneven
+        self.scale = None if loss_scale is None else told.ScaleAccount(loss_scale)
+        self.norm: float | None = None
+        self.skipped = False
+        self.steps = self.updates = 0
         self.loss = float("nan")
         self._shapes = list(pairwise(widths))
         rng = np.random.default_rng(seed)
@@ -107,12 +114,77 @@ class Reference:
         with np.errstate(all="ignore"):
             full = [self._forward_params(params) for params in self.states[Band.PARAMS]]
             outputs = self._forward(full, batch)
-            errors = np.stack([output[-1] - y for output, (_, y) in zip(outputs, batch, strict=True)])
-            self.loss = float(np.mean(np.square(errors).mean(axis=(1, 2), dtype=np.float64)))
-            for layer, grads in enumerate(
-                self._backward([self._backward_params(each) for each in full], outputs, errors)
-            ):
-                self._update(layer, grads)
+            errors = [output[-1] - y for output, (_, y) in zip(outputs, batch, strict=True)]
+            rows = [len(x) for x, _ in batch]
+            losses = [np.square(error).mean(dtype=np.float64) if len(error) else 0.0 for error in errors]
+            self.loss = float(np.average(losses, weights=rows) if self.uneven else np.mean(losses))
+            heard = told.totals(rows, self.kept) if self.uneven else [float(self.ranks)] * self.ranks
+            slopes = [
+                error
+                * FP32.type(2 / max(error.size, 1))
+                * FP32.type((count if self.uneven else 1) * self.ranks / total)
+                for error, count, total in zip(errors, rows, heard, strict=True)
+            ]
+            scale = 1.0 if self.scale is None else self.scale.scale
+            slopes = [slope * FP32.type(scale) for slope in slopes]
+            found = self._backward([self._backward_params(each) for each in full], outputs, slopes)
+            self._apply([self._average(grads) for grads in found], scale)
+
+    def _apply(self, averages: list[Array], scale: float) -> None:
+        """Update, or, where a gradient is not finite and the loss is scaled, leave everything as it was."""
+        self.states[Band.GRADS] = averages
+        factors = np.full(self.ranks, FP32.type(1 / scale))  # by rank
+        if self.clip is not None:
+            norms = self._norms([average.astype(FP32) * factors[0] for average in averages])
+            self.norm = float(norms[0])
+            factors = np.array([factors[0] * told.coefficient(norm, self.clip) for norm in norms])
+        if self.scale is not None:
+            self.skipped = not all(np.isfinite(average.astype(FP32)).all() for average in averages)
+            self.scale.step(finite=not self.skipped)
+            if self.skipped:
+                return
+        self.updates += 1
+        for layer, average in enumerate(averages):
+            self._update(layer, average, factors)
+
+    def _norms(self, grads: Sequence[Array]) -> list[Any]:
+        """The norm on each rank, of the optimizer's copies of the gradients [N, D or 1, L] of each layer."""
+        copies, cut = len(grads[0]), self._cut(self.row.optimizer)
+        sums = []
+        for layer in grads:
+            by_copy = [[told.sum_of_squares(piece) for piece in copy.reshape(self.ranks, -1)] for copy in layer]
+            sums.append([by_copy[rank * copies // self.ranks] for rank in range(self.ranks)])
+
+        def owner(rank: int, piece: int) -> tuple[int, int]:
+            if cut == 1 or self._alike:
+                return rank, 0
+            if cut == self.ranks:
+                teller = self._owner(piece)
+                return teller, (teller - rank) % self.ranks
+            group, member = divmod(rank, self.members)
+            shard = piece // self.groups
+            return group * self.members + shard, (shard - member) % self.members
+
+        return told.norms(sums, self.ranks, owner, self.kept)
+
+    def _owner(self, piece: int) -> int:
+        """The rank that owns a piece of N: over two axes rank d S + s has piece s D + d."""
+        if not self.two_axes:
+            return piece
+        member, group = divmod(piece, self.groups)
+        return group * self.members + member
+
+    def _factors(self, factors: Array, copies: int, length: int) -> Array:
+        """What each element of the optimizer's copies is multiplied by [copies, length]: its owner's factor."""
+        cut = self._cut(self.row.optimizer)
+        if cut == 1 or self._alike:
+            return np.repeat(factors[:copies, None], length, axis=1)
+        table = np.empty((copies, self.ranks), FP32)
+        for copy in range(copies):
+            for piece in range(self.ranks):
+                within = copy * self.members + piece // self.groups
+                table[copy, piece] = factors[self._owner(piece) if cut == self.ranks else within]
+        return np.repeat(table, length // self.ranks, axis=1)
 
     # -- the model, rank by rank
 
@@ -126,10 +198,9 @@ class Reference:
                 output.append(np.maximum(y, 0) if layer < len(self._shapes) - 1 else y)
         return outputs
 
-    def _backward(self, full: Sequence[Array], outputs: list[list[Array]], errors: Array) -> list[Array]:
-        """For each layer the gradients [N, L] of each rank's own mean squared error, in their dtype."""
+    def _backward(self, full: Sequence[Array], outputs: list[list[Array]], slopes: list[Array]) -> list[Array]:
+        """For each layer the gradients [N, L] of each rank's loss, in their dtype; ``slopes`` are its output's."""
         found: list[Array] = []
-        slopes = list(errors * np.float32(2 / errors[0].size))  # of each rank's loss, by the layer's output
         for layer in reversed(range(len(self._shapes))):
             params = full[layer]
             grads = np.zeros((self.ranks, params.shape[1]), self.averaged)
@@ -242,16 +313,17 @@ class Reference:
 
     # -- Adam
 
-    def _update(self, layer: int, grads: Array) -> None:
+    def _update(self, layer: int, average: Array, factors: Array) -> None:
         states = {band: arrays[layer] for band, arrays in self.states.items()}
-        average = self._average(grads)
-        g = average.astype(FP32)
+        g = main_grads = average.astype(FP32)
+        if self.clip is not None or self.scale is not None:
+            g = main_grads * self._factors(factors, *main_grads.shape)
         m = states[Band.EXP_AVG] + (1 - BETA1) * (g - states[Band.EXP_AVG])
         v = BETA2 * states[Band.EXP_AVG_SQ] + (1 - BETA2) * g * g
-        denominator = np.sqrt(v) / (1 - BETA2**self.steps) ** 0.5 + EPS
-        main = states[Band.MASTER] + (-LR / (1 - BETA1**self.steps)) * m / denominator
+        denominator = np.sqrt(v) / (1 - BETA2**self.updates) ** 0.5 + EPS
+        main = states[Band.MASTER] + (-LR / (1 - BETA1**self.updates)) * m / denominator
         new = {
-            Band.PARAMS: self._updated(main.astype(self.working)), Band.GRADS: average, Band.MAIN_GRADS: g,
+            Band.PARAMS: self._updated(main.astype(self.working)), Band.GRADS: average, Band.MAIN_GRADS: main_grads,
             Band.MASTER: main, Band.EXP_AVG: m, Band.EXP_AVG_SQ: v,
         }  # fmt: skip
         for band, array in new.items():

@@ -53,8 +53,8 @@ from zerosim.bands import INT8, Array, Band, DType
 from zerosim.checks.compare import RECOUNTED, against_plain
 from zerosim.checks.reference import Pair, Reference
 from zerosim.comm import Comm
+from zerosim.counts import Event, EventKind, Phase
 from zerosim.layers import Layer
-from zerosim.ledger import Event, EventKind, Phase
 from zerosim.model import MLP
 from zerosim.records.results import Check, Failure, Settings
 from zerosim.schemes import Scheme, Stage

@@ -18,7 +18,8 @@ from typing import Any
 
 import click
 
-from zerosim.cli.errors import INTERRUPTED, Folder, errors_for_people, printing, writable
+from zerosim.cli import options as shared
+from zerosim.cli.errors import INTERRUPTED, errors_for_people, printing, writable
 from zerosim.records.real_ranks import (
     BACKENDS,
     COLLECTIVES,
@@ -30,7 +31,7 @@ from zerosim.records.real_ranks import (
     encode,
     save,
 )
-from zerosim.stages import SCHEMES
+from zerosim.stages import SCHEMES, Stage
 from zerosim.util import sizes
 
 RANKS = 4
@@ -38,17 +39,14 @@ ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
 
 
 @click.command()
+@shared.schemes()
+@shared.training(ranks=None, least=2, ranks_help="Real ranks, N.  [default: 4, or as many as torchrun has started]")
 @click.option(
-    "--ranks",
-    type=click.IntRange(min=2),
-    default=None,
-    help="Real ranks, N.  [default: 4, or as many as torchrun has started]",
-)
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps of each run.")
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per rank and step.")
-@click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Draws the data.")
-@click.option(
-    "--model-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws the initial weights."
+    "--model",
+    metavar="MODULE:FUNCTION",
+    default="",
+    help="What to train instead of the simulator's MLP: a function of ranks, steps, batch and seed that gives a model, "
+    "an MLP or a TorchModel of your own module, and for each step the (x, y) of every rank.",
 )
 @click.option(
     "--collectives",
@@ -65,8 +63,9 @@ ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
     type=click.Choice(["fp32", "working"]),
     default="fp32",
     show_default=True,
-    help="What blocks travel as: fp32, or the dtype of each precision's working copy.",
+    help="The dtype that blocks are sent in: fp32, or that of each precision's working copy.",
 )
+@shared.schedule()
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
@@ -98,18 +97,13 @@ ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
     help=f"Break rank 1 on purpose, in step 2, to see that it is noticed. "
     f"{'; '.join(f'{name}: {what}' for name, what in FAULTS.items())}.",
 )
-@click.option(
-    "--out",
-    type=Folder(),
-    default=Path("out"),
-    show_default=True,
-    help="Folder for corroborate.json (and frameworks.json).",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON instead of tables.")
+@shared.out("Folder for corroborate.json (and frameworks.json).")
+@shared.as_json("the record")
 @click.option("--verbose", is_flag=True, help="Name every failure and what every rank said, not the cause alone.")
 def corroborate(
-    ranks: int | None, collectives: str, precision: str, fault: str | None, timeout: float, interface: str | None,
-    frameworks: bool, out: Path, as_json: bool, verbose: bool, **options: object,
+    rows: Sequence[Stage], ranks: int | None, model: str, collectives: str, precision: str, fault: str | None,
+    timeout: float, interface: str | None, frameworks: bool, out: Path, as_json: bool, verbose: bool,
+    schedule: dict[str, Any], **options: Any,
 ) -> None:  # fmt: skip
     """Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.
 
@@ -122,6 +116,10 @@ def corroborate(
     \b
         torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST --master-port 29500 \\
             -m zerosim corroborate --interface eth0    # on the other machine: --node-rank 1
+
+    If a rank dies, stops or falls silent, the command names it and ends; if the command itself is killed,
+    its ranks end at once. The latter holds on Linux. Elsewhere ranks of a killed command end when they next
+    wait for it, or for each other for ten times as long as --timeout; a stopped one stays.
     """
     # What was found is to be written and shown; what takes long can be interrupted all the same.
     with _on_terminate(signal.SIG_IGN):
@@ -129,12 +127,14 @@ def corroborate(
             _known(interface)
             settings = Settings(
                 ranks=_ranks(ranks),
-                widths=[64, 128, 128, 64],
+                widths=[] if model else [64, 128, 128, 64],
+                model=model,
                 collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
                 precisions=list(RECIPES) if precision == "all" else [precision],
-                rows=list(SCHEMES),
-                fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, int(str(options["steps"])))),
-                **options,  # type: ignore[arg-type]
+                rows=list(rows or SCHEMES),
+                schedule=schedule,
+                fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, options["steps"])),
+                **options,
             )
             found = _run(settings, timeout, interface, out, frameworks)
         with printing():  # before it is written, which may fail
@@ -227,6 +227,8 @@ def _run(settings: Settings, timeout: float, interface: str | None, out: Path, f
     me = rendezvous.membership()
     if me is not None and frameworks:
         raise ValueError("corroborate(frameworks): they are run on ranks of this machine; leave torchrun out.")
+    if settings.model and frameworks:
+        raise ValueError("corroborate(frameworks): they train the simulator's MLP; leave --model out.")
     if me is None or me.rank == 0:
         writable(out, "corroborate", "corroborate.json")
         _room(out)

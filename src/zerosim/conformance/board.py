@@ -47,11 +47,12 @@ class Slot(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """The rank that is out of step, and how, as a sentence."""
+    """The rank that is out of step, and how, as a sentence; or that has ``failed``, died or stopped."""
 
     rank: int
     step: int
     text: str
+    failed: bool = False
 
 
 class Board:
@@ -145,7 +146,7 @@ class Board:
         """Tell all ranks why this ends. False if another was first."""
         if self.verdict() is not None:
             return False
-        self._text(TOKEN, f"{found.rank}\n{found.step}\n{found.text}", _VERDICT)
+        self._text(TOKEN, f"{found.rank}\n{found.step}\n{int(found.failed)}\n{found.text}", _VERDICT)
         return True
 
     def verdict(self) -> Mismatch | None:
@@ -153,8 +154,8 @@ class Board:
         text = self._read(TOKEN)
         if not text:
             return None
-        rank, step, rest = text.split("\n", 2)
-        return Mismatch(int(rank), int(step), rest)
+        rank, step, failed, rest = text.split("\n", 3)
+        return Mismatch(int(rank), int(step), rest, failed == "1")
 
     def close(self) -> None:
         """This rank has ended as it should."""
@@ -183,26 +184,36 @@ def dead(slot: Slot) -> bool:
 # -- who is out of step
 
 
-def out_of_order(slots: Sequence[Slot]) -> Mismatch | None:
+def out_of_order(slots: Sequence[Slot], usual: Sequence[tuple[str, str]] = ()) -> Mismatch | None:
     """The rank whose collectives are not those of the others, as far as it can be told already.
 
-    Two ranks are compared in the step that both are in: where both have asked for an n-th
-    collective of a group it is the same, and who has finished has asked for all of them.
+    Ranks are compared in the step that is the furthest: where two have asked for an n-th collective of a group it
+    is the same, and who has finished has asked for all of them. ``usual`` is what was asked for in the step before.
     """
     step = max((slot.step for slot in slots), default=0)
     here = [slot for slot in slots if slot.step == step and slot.doing is not Doing.FAILED]
-    groups = dict.fromkeys(group for slot in here for group, _ in slot.asked)
-    for group in groups:
+    for group in dict.fromkeys(group for slot in here for group, _ in slot.asked):
         sequences = {slot.rank: [key for name, key in slot.asked if name == group] for slot in here}
         finished = {slot.rank for slot in here if slot.doing in (Doing.COMPARING, Doing.CLOSED)}
         if group:  # of another group's collectives, who is not in it asks for none
             sequences = {rank: keys for rank, keys in sequences.items() if keys}
-        if (found := _first_difference(step, sequences, finished)) is not None:
+        before = [key for name, key in usual if name == group]
+        if (found := _first_difference(step, sequences, finished, before)) is not None:
             return found
     return None
 
 
-def _first_difference(step: int, sequences: dict[int, list[str]], finished: set[int]) -> Mismatch | None:
+def undecided(slots: Sequence[Slot]) -> bool:
+    """Whether ranks of the furthest step have yet to come to where two others differ: then a majority may still form."""
+    step = max((slot.step for slot in slots), default=0)
+    here = [slot for slot in slots if slot.doing not in (Doing.FAILED, Doing.CLOSED)]
+    most = max((len(slot.asked) for slot in here if slot.step == step), default=0)
+    return any(slot.step < step or (len(slot.asked) < most and slot.doing is not Doing.COMPARING) for slot in here)
+
+
+def _first_difference(
+    step: int, sequences: dict[int, list[str]], finished: set[int], usual: Sequence[str]
+) -> Mismatch | None:
     for index in range(max(map(len, sequences.values()), default=0)):
         at = {
             rank: keys[index] if index < len(keys) else ""
@@ -210,10 +221,10 @@ def _first_difference(step: int, sequences: dict[int, list[str]], finished: set[
             if index < len(keys) or rank in finished
         }
         if len({_bare(key) for key in at.values()}) > 1:
-            return _named(step, index, at, sequences)
+            return _named(step, index, at, usual)
         labelled = {rank: key for rank, key in at.items() if key != _bare(key)}  # those that are known to be of whose
         if len(set(labelled.values())) > 1:
-            return _named(step, index, labelled, sequences)
+            return _named(step, index, labelled, usual)
     return None
 
 
@@ -222,34 +233,39 @@ def _bare(key: str) -> str:
     return key.partition(" (")[0]
 
 
-def _named(step: int, index: int, at: dict[int, str], sequences: dict[int, list[str]]) -> Mismatch:
-    counts = Counter(at.values())
-    usual, times = counts.most_common(1)[0]
-    if times * 2 <= len(at):  # no majority: whoever has nothing to say, or else the last, differs from the first
-        usual = at[min(at)]
-    odd = next(rank for rank, key in at.items() if key != usual)
-    others = _ranks([rank for rank, key in at.items() if key == usual])
-    nth = f"collective {index + 1} of the step"
-    theirs, mine = usual or "no more", at[odd]
-    if not mine:
-        return Mismatch(
-            odd, step, f"rank {odd} leaves out a collective, or has none left: {nth} is {theirs} on {others}, and rank "
-            f"{odd} has finished its step after {index}.",
-        )  # fmt: skip
-    text = f"rank {odd} asks for {mine} as {nth}, where {others} "
-    text += f"ask{'s' * (' and ' not in others)} for {theirs}. " if usual else "have finished. "
-    keys = sequences[odd]
-    if usual and usual in keys[index + 1 :]:
-        text += f"Rank {odd} asks for that later: it is out of order."
-    elif usual and index + 1 < len(keys) and any(mine in sequences[rank][index + 1 :] for rank in at if rank != odd):
-        text += f"Rank {odd} has left one out."
-    elif usual and any(mine in sequences[rank][index + 1 : index + 2] for rank in at if at[rank] == usual):
-        text += f"The others ask for rank {odd}'s next: rank {odd} has left one out."
-    elif not usual:
-        text += f"Rank {odd} asks for one too many."
+def _named(step: int, index: int, at: dict[int, str], usual: Sequence[str]) -> Mismatch:
+    common, times = Counter(at.values()).most_common(1)[0]
+    if times * 2 <= len(at):  # no majority: what was asked for in the step before, or what the first asks for
+        common = usual[index] if index < len(usual) and usual[index] in at.values() else at[min(at)]
+    odd = next(rank for rank, key in at.items() if key != common)
+    others = [rank for rank, key in at.items() if key == common]
+    what = f"collective {index + 1} of the step"
+    if not at[odd]:
+        text = (
+            f"rank {odd} has finished its step after {index} collective{'s' * (index != 1)}, where {_ranks(others)} "
+            f"{_verb(others, 'ask')} for one more, {common}. Rank {odd} has left one out."
+        )
+    elif not common:
+        text = (
+            f"rank {odd} asks for {at[odd]} as {what}, where {_ranks(others)} {_verb(others, 'have')} finished. Rank "
+            f"{odd} asks for one too many."
+        )
     else:
-        text += "All ranks must ask for the same, in the same order."
+        text = f"rank {odd} asks for {at[odd]} as {what}, where {_ranks(others)} {_verb(others, 'ask')} for {common}. "
+        following = list(map(_bare, usual[index + 1 :]))
+        if following and _bare(usual[index]) == _bare(common) and following[0] == _bare(at[odd]):
+            text += f"Rank {odd} has left one out."
+        elif _bare(at[odd]) in map(_bare, usual) or not usual:
+            text += f"On rank {odd} it is out of order, or one too many or too few."
+        else:
+            text += f"Rank {odd} asks for one too many, or for another."
     return Mismatch(odd, step, text)
+
+
+def _verb(ranks: Sequence[int], verb: str) -> str:
+    if len(ranks) > 1:
+        return verb
+    return {"ask": "asks", "have": "has"}[verb]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -275,7 +291,10 @@ def stalled(slots: Sequence[Slot], seconds: float) -> Mismatch:
     }[odd.doing]
     others = _ranks([slot.rank for slot in slots if slot.rank != odd.rank])
     return Mismatch(
-        odd.rank, usual[0], f"nothing has moved for {seconds:.0f} s: rank {odd.rank} {what}, and {others} wait for it."
+        odd.rank,
+        usual[0],
+        f"nothing has moved for {seconds:.0f} s: rank {odd.rank} {what}, and {others} wait for it.",
+        failed=True,
     )
 
 
@@ -284,5 +303,5 @@ def died(slot: Slot) -> Mismatch:
     last = f", the last of them: {slot.asked[-1][1]}" if slot.asked else ""
     return Mismatch(
         slot.rank, slot.step, f"rank {slot.rank} has died in step {slot.step}, after {len(slot.asked)} "
-        f"collectives{last}.",
+        f"collectives{last}.", failed=True,
     )  # fmt: skip

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from zerosim.bands import PRECISIONS
+from zerosim.bands import PRECISIONS, Array
 from zerosim.conformance import words
 from zerosim.conformance.board import Doing, Mismatch
 from zerosim.conformance.expected import expected, owns_parameters, parameters, rule_of
+from zerosim.conformance.judge import Judge
 from zerosim.conformance.layout import Layout, Piece
 from zerosim.conformance.local_gradients import LocalGradients, default_forward
-from zerosim.conformance.judge import Judge
 from zerosim.conformance.observer import Observer
 from zerosim.conformance.patience import OutOfOrder, Patience
 from zerosim.conformance.recording import Recorder
@@ -123,10 +123,12 @@ class Check:
         local = LocalGradients(net, self.layout, lambda module, x, y: loss(call(module, x), y), cast=forward is None)
         self._local, rule = local, self.layout.parameters[0].rule
         self._expect = lambda x, y: expected(local.module, units, loss, row, self.ranks, recipe, rule, x, y)
-        self._observer = observed.ready(self._side, self._patience, local.tensors())
+        self._observer = observed.ready(self._side, self._patience, local.tensors(), local.module)
         if self.rank == 0:
             dtype = numpy_dtype(next(net.parameters()).dtype)
-            self._judge = Judge(self.layout, row, self.ranks, recipe, dtype, local, self._expect, board.beat)
+            self._judge = Judge(
+                self.layout, row, self.ranks, recipe, dtype, local, self._expect, self._search, board.beat
+            )
 
     # -- what a user calls
 
@@ -140,7 +142,7 @@ class Check:
         if not leaves(x):
             raise TypeError(f"check.step(x): a tensor, or a tuple or mapping of them; got {type(x).__name__}.")
         self._steps += 1
-        self._patience.board.begin(self._steps)
+        self._patience.begin(self._steps)
         self._observer.begin(self._steps, x, y, lr, loss_scale)
         self._inside = True
         try:
@@ -203,7 +205,9 @@ class Check:
         if self._recorder is not None:
             self.close()
             if self.rank == 0:
-                print(f"recorded {self._steps} steps in {self._recorder.folder}/: zerosim check {self._recorder.folder}")
+                print(
+                    f"recorded {self._steps} steps in {self._recorder.folder}/: zerosim check {self._recorder.folder}"
+                )
             return None
         found = self.verdict()
         self.findings = found.findings
@@ -251,7 +255,9 @@ class Check:
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else list(zip(names, tensors, strict=True))
         for name, each in pairs:
             if name not in self.layout:
-                raise ValueError(f"check.band(tensors): there is no parameter {name!r}; there are {', '.join(names[:8])}.")
+                raise ValueError(
+                    f"check.band(tensors): there is no parameter {name!r}; there are {', '.join(names[:8])}."
+                )
             if not isinstance(offset, Mapping) and each is not None and tuple(each.shape) != self.layout.shape(name):
                 raise ValueError(
                     f"check.band(tensors): {name} has shape {list(self.layout.shape(name))}; got {list(each.shape)}. "
@@ -281,21 +287,30 @@ class Check:
         if self.rank:
             _leave_out(seen, digests, self.layout)
         everyone = self._side.gather(seen)
-        new: list[Finding] = []
         if self._judge is not None and everyone is not None:
             new = self._judge.step(everyone)
-        self.findings += self._side.broadcast(new)
+            self.findings += self._side.broadcast(("found", new))[1]
+            return
+        while (order := self._side.broadcast(None))[0] == "search":
+            self._side.gather(self._observer.look_for_state(order[1]))
+        self.findings += order[1]
+
+    def _search(self, grad: Array) -> list[dict[str, list[Piece]]] | None:
+        """Have every rank look for its optimizer's state; only rank 0 asks."""
+        self._side.broadcast(("search", grad))
+        return self._side.gather(self._observer.look_for_state(grad))
 
     def _fail(self, error: BaseException) -> None:
         """The step has raised. Whoever caused it is named once; a rank that only suffers from it ends quietly."""
         if isinstance(error, OutOfOrder) or not isinstance(error, Exception) or self.ranks == 1:
             return
-        if not self._patience.blame(error, self._steps):
+        if not self._patience.blame(error):
             raise SystemExit(1) from None
 
     def _ended(self, found: Mismatch) -> None:
         """Why the job ends before its time, printed by the rank that says so."""
-        finding = Finding(found.step, found.rank, "collectives", Cause.ORDER, found.text)
+        cause = Cause.FAILED if found.failed else Cause.ORDER
+        finding = Finding(found.step, found.rank, "collectives", cause, found.text)
         self.findings.append(finding)
         verdict = Verdict(
             schema=VERDICT_SCHEMA, row=self.row.name, ranks=self.ranks, steps=self._steps, findings=[finding], held=[],

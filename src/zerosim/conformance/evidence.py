@@ -41,7 +41,7 @@ class Evidence:
     * ``wire``: the coarsest dtype that gradients may have been rounded to on the way;
     * ``state`` and ``updates``: the optimizer's before it; ``lr`` this step's, or None for the rule's;
     * ``owner``: by element the rank that updates it, -1 where it is not known;
-    * ``past``: the step before, or None.
+    * ``past``: the step before, or None; ``history``: the gradients of all updates before, as far as they are kept.
     """
 
     step: int
@@ -61,6 +61,7 @@ class Evidence:
     lr: float | None
     owner: Array
     past: Evidence | None = None
+    history: Sequence[Interval] = ()
     exact: Array | None = None
     radius: Array = field(init=False)
     average: Interval = field(init=False)
@@ -155,6 +156,34 @@ class Evidence:
                 low, high = after.setdefault(band, (np.zeros(len(index)), np.zeros(len(index))))
                 low[part], high[part] = each.lo, each.hi
         return Interval(lo, hi), {band: Interval(*each) for band, each in after.items()}
+
+    def other_chunk(self, index: Array, chunks: int) -> Array:
+        """The same place in the chunk that lies so many ``chunks`` further on; -1 where there is none.
+
+        Where it is not known who owns what, in an even cut of all parameters.
+        """
+        owner = self.owner
+        if not (owner >= 0).any():
+            owner = np.arange(len(owner)) // -(-len(owner) // self.ranks)
+        starts = np.flatnonzero(np.concatenate([[True], np.diff(owner) != 0]))
+        ends = np.concatenate([starts[1:], [len(owner)]])
+        run = np.searchsorted(starts, index, side="right") - 1
+        other = run + chunks
+        there = (other >= 0) & (other < len(starts))
+        other = np.clip(other, 0, len(starts) - 1)
+        place = starts[other] + index - starts[run]
+        there &= (owner[starts[other]] >= 0) & (owner[index] >= 0) & (place < ends[other])
+        found: Array = np.where(there, place, -1)
+        return found
+
+    def replayed(self, index: Array, variant: Variant) -> State | None:
+        """The state that all updates so far would have left under a variant; None if they are too many."""
+        if len(self.history) != self.updates:
+            return None
+        state: State = {}
+        for number, grad in enumerate(self.history):
+            _, state = self.advance(index, grad[index], updates=number, variant=variant, state=state)
+        return state
 
     def _by_rule(self, index: Array) -> list[tuple[Rule, Array]]:
         """The elements by the rule that updates them; frozen ones by none."""

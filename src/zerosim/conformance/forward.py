@@ -35,7 +35,7 @@ class Forward:
         for each in seen:
             if (found := self._rows(each)) is not None:
                 return found
-        errors = [abs(a - b) for one in local for a, b in ((one.loss, one.exact_loss),)]
+        errors = [abs(one.loss - one.exact_loss) for one in local]
         dtype = theta[0].dtype
         for each, values, own in zip(seen, theta, local, strict=True):
             if not each.losses or each.rows == 0:
@@ -46,6 +46,23 @@ class Forward:
             self.compared += 1
             if not abs(loss - right) <= allowed:
                 return self._loss(each, values, loss, right, allowed, seen, past, redo)
+        return self._backward(seen, theta, local, max(errors), redo)
+
+    def _backward(
+        self, seen: Sequence[Seen], theta: Sequence[Array], local: Sequence[Local], error: float, redo: Redo
+    ) -> Finding | None:
+        """A rank whose backward begins with another number than its rows make, up to a factor that all ranks share."""
+        factors: dict[int, float] = {}
+        for each, own in zip(seen, local, strict=True):
+            if each.rows and len(each.backward) in (1, len(own.losses)) and own.loss:
+                factors[each.rank] = sum(each.backward) / len(each.backward) / own.loss
+        allowed = 2 * SLACK * error + 256 * unit(theta[0].dtype) * max((abs(own.loss) for own in local), default=0.0)
+        usual = float(np.median(list(factors.values()))) if len(factors) > 2 else 0.0
+        for rank, factor in factors.items():
+            if usual and abs(factor - usual) * abs(local[rank].loss) > allowed * abs(usual):
+                loss, right = factor * local[rank].loss / usual, local[rank].loss
+                return self._loss(seen[rank], theta[rank], loss, right, allowed, seen, None, redo,
+                                  bool(seen[rank].losses))  # fmt: skip
         return None
 
     @staticmethod
@@ -66,9 +83,15 @@ class Forward:
 
     def _loss(
         self, seen: Seen, theta: Array, loss: float, right: float, allowed: float, all_seen: Sequence[Seen],
-        past: Evidence | None, redo: Redo,
+        past: Evidence | None, redo: Redo, each_right: bool = False,
     ) -> Finding:  # fmt: skip
-        why, cause = "Its forward reads other parameters than those it holds, or its loss is another.", Cause.FORWARD
+        if each_right:
+            return Finding(
+                seen.step, seen.rank, "loss", Cause.DATA,
+                f"rank {seen.rank} calls backward on a loss of {loss:.6g}; its module's outputs and the y of check.step make "
+                f"{right:.6g}. Its targets or its loss are others.", wrong=1, total=1, largest=abs(loss - right),
+            )  # fmt: skip
+        why, cause = "Its forward reads other parameters than it holds, or its loss is another.", Cause.FORWARD
         if past is not None:
             stale = redo(seen, past.theta[seen.rank])
             if abs(float(np.mean(stale.losses)) - loss) <= allowed:

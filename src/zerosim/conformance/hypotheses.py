@@ -13,7 +13,7 @@ import numpy as np
 
 from zerosim.bands import Array
 from zerosim.conformance.evidence import Evidence
-from zerosim.conformance.intervals import Interval, State, Variant
+from zerosim.conformance.intervals import Interval, Variant
 from zerosim.records.conformance import Cause
 
 Values = Callable[[Array, Array], Array]
@@ -46,7 +46,7 @@ def of_gradient(e: Evidence) -> Iterator[OfGradient]:
     if e.recipe.clip is not None:
         yield from _clips(e, middle)
     yield from _stale(e, middle)
-    yield from _shifts(e, middle, n)
+    yield from _shifts(e, middle)
     grads = np.stack([each.grad for each in e.local])
     yield OfGradient(
         Cause.REDUCTION, "It is the largest of the ranks' gradients: reduce with SUM, then divide.",
@@ -90,7 +90,7 @@ def _factors(e: Evidence, middle: Array) -> Iterator[OfGradient]:
     may_be(n / (n + 1), f"It is divided by {n + 1}, not by {n}.")
     may_be(2.0, "It is twice as large: reduced or added twice, or divided by half of what it must be.")
     may_be(0.5, "It is half as large: divided by twice what it must be.")
-    may_be(-1.0, "Its sign is wrong.")
+    may_be(-1.0, "Its sign is wrong.")  # which parameters alone cannot tell from an update's
     cause = {
         e.scale: Cause.SCALING, 1 / e.scale: Cause.SCALING,
         float(k): Cause.ACCUMULATION if k > 1 else Cause.AVERAGE, 1 / k: Cause.ACCUMULATION,
@@ -154,18 +154,19 @@ def _micro_batches(e: Evidence) -> Iterator[OfGradient]:
         return
     for number in range(k):
         part = e.mean([each.parts[number] for each in e.local])
-        which = {0: "first", k - 1: "last"}.get(number, f"number {number + 1}")
+        which = {0: "the first micro-batch's", k - 1: "the last micro-batch's"}
         for factor, how in ((1.0, ""), (1 / k, f", divided by {k}")):
             yield OfGradient(
                 Cause.ACCUMULATION,
-                f"It is the {which} micro-batch's alone{how}: the others' are not added."
-                if which in ("first", "last")
-                else f"It is that of micro-batch {number + 1} alone{how}: the others' are not added.",
+                f"It is {which.get(number, f'that of micro-batch {number + 1}')} alone{how}: the others' are not added.",
                 lambda i, _, p=part, f=factor: p[i] * f,  # type: ignore[misc]
             )
+    for number in range(k):
         rest = e.mean([sum(each.parts) - each.parts[number] for each in e.local]) / k
         yield OfGradient(
-            Cause.ACCUMULATION, f"Micro-batch {number + 1} of {k} is missing from it.", lambda i, _, p=rest: p[i]  # type: ignore[misc]
+            Cause.ACCUMULATION,
+            f"Micro-batch {number + 1} of {k} is missing from it.",
+            lambda i, _, p=rest: p[i],  # type: ignore[misc]
         )
 
 
@@ -233,27 +234,50 @@ def _stale(e: Evidence, middle: Array) -> Iterator[OfGradient]:
     )
 
 
-def _shifts(e: Evidence, middle: Array, n: int) -> Iterator[OfGradient]:
+def _shifts(e: Evidence, middle: Array) -> Iterator[OfGradient]:
+    for other in _others(e):
+
+        def of_other(i: Array, _: Array, other: int = other) -> Array:
+            at = e.other_chunk(i, other)
+            return np.where(at < 0, np.nan, middle[np.maximum(at, 0)])
+
+        yield OfGradient(
+            Cause.BOUNDS,
+            f"It is the gradient of the chunk {_away(other)}: the shard's bounds are not the same for parameters and "
+            f"gradients.",
+            of_other,
+        )
     size = len(middle)
-    chunk = -(-size // n)
-    for shift in sorted({1, 2, chunk, 2 * chunk, chunk - 1, chunk + 1, *chunk_lengths(e)} - {0}):
-        for signed in (shift, -shift):
-            if abs(signed) < size:
-                yield OfGradient(
-                    Cause.BOUNDS,
-                    f"Each element has the gradient of the one {abs(signed):,} {'after' if signed > 0 else 'before'} "
-                    f"it: the shard's bounds are not the same for the parameters and the gradients.",
-                    lambda i, _, s=signed: np.where(  # type: ignore[misc]
-                        (i + s >= 0) & (i + s < size), middle[np.clip(i + s, 0, size - 1)], 0.0
-                    ),
-                )
+    for shift in (1, -1, 2, -2):
+        yield OfGradient(
+            Cause.BOUNDS,
+            f"Each element has the gradient of the one {abs(shift)} {'after' if shift > 0 else 'before'} it: the shard's "
+            f"bounds are not the same for parameters and gradients.",
+            lambda i, _, s=shift: np.where(  # type: ignore[misc]
+                (i + s >= 0) & (i + s < size), middle[np.clip(i + s, 0, size - 1)], 0.0
+            ),
+        )
 
 
-def chunk_lengths(e: Evidence) -> set[int]:
-    """Lengths of the chunks that ranks own, as far as they are known."""
-    edges = np.flatnonzero(np.diff(e.owner)) + 1
-    lengths = np.diff(np.concatenate([[0], edges, [len(e.owner)]]))
-    return {int(length) for length in lengths[:64]}
+def _others(e: Evidence) -> list[int]:
+    """How many chunks away another rank's may be, the nearest first."""
+    return [sign * chunks for chunks in range(1, e.ranks) for sign in (1, -1)]
+
+
+def _away(chunks: int) -> str:
+    """Which chunk is meant."""
+    if abs(chunks) == 1:
+        return "after it" if chunks > 0 else "before it"
+    return f"{abs(chunks)} {'after' if chunks > 0 else 'before'} it"
+
+
+def misplaced(e: Evidence) -> Iterator[tuple[str, Callable[[Array], Array]]]:
+    """Places that values may have been put in instead of their own: what is said, and where they belong, -1 nowhere."""
+    for other in _others(e):
+        yield (
+            f"They are the right values of the chunk {_away(other)}: the gather puts chunks in the wrong place.",
+            lambda i, o=other: e.other_chunk(i, o),  # type: ignore[misc]
+        )
 
 
 # -- of the update
@@ -262,13 +286,8 @@ def chunk_lengths(e: Evidence) -> set[int]:
 def of_update(e: Evidence) -> Iterator[OfUpdate]:
     """Faults of the optimizer's step."""
 
-    def under(
-        variant: Variant | None = None, updates: int | None = None, state: State | None = None
-    ) -> Callable[[Array, Array], Interval]:
-        return lambda i, _: e.advance(
-            i, e.clipped[i], variant=variant, updates=updates, state=None if state is None else
-            {band: each[i] for band, each in state.items()},
-        )[0]  # fmt: skip
+    def under(variant: Variant | None = None, updates: int | None = None) -> Callable[[Array, Array], Interval]:
+        return lambda i, _: e.advance(i, e.clipped[i], variant=variant, updates=updates)[0]
 
     def twice(i: Array, _: Array) -> Interval:
         theta, state = e.advance(i, e.clipped[i])
@@ -297,24 +316,33 @@ def of_update(e: Evidence) -> Iterator[OfUpdate]:
         yield OfUpdate(
             Cause.OPTIMIZER, "The moments are not corrected for their bias.", under(Variant(corrected=False))
         )
-        yield OfUpdate(Cause.OPTIMIZER, "eps is added before the square root, not after.", under(Variant(eps_inside=True)))
-        yield OfUpdate(Cause.OPTIMIZER, "The two betas are exchanged.", under(Variant(swapped=True)))
+        yield OfUpdate(
+            Cause.OPTIMIZER, "eps is added before the square root, not after.", under(Variant(eps_inside=True))
+        )
+        swapped = Variant(swapped=True)
+        if len(e.history) == t:
+            yield OfUpdate(
+                Cause.OPTIMIZER, "The two betas are exchanged.",
+                lambda i, _: e.advance(i, e.clipped[i], variant=swapped, state=e.replayed(i, swapped))[0],
+            )  # fmt: skip
     if t > 0 and any(rule.states for rule in rules):
         yield OfUpdate(
-            Cause.STATE, "The optimizer's state is lost: it is new in this step.", under(Variant(forget=True), updates=0)
+            Cause.STATE,
+            "The optimizer's state is lost: it is new in this step.",
+            under(Variant(forget=True), updates=0),
         )
         yield OfUpdate(
             Cause.STATE, "The optimizer's state is lost, its step count is not.", under(Variant(forget=True))
         )
-        for shift in sorted(chunk_lengths(e) | {-(-e.layout.size // e.ranks)}):
-            for signed in (shift, -shift):
-                state = {
-                    band: Interval(np.roll(each.lo, -signed), np.roll(each.hi, -signed))
-                    for band, each in e.state.items()
-                }
-                yield OfUpdate(
-                    Cause.STATE, "The optimizer's state is that of another shard.", under(state=state)
-                )
+        for other in _others(e):
+
+            def of_other(i: Array, _: Array, other: int = other) -> Interval:
+                at = e.other_chunk(i, other)
+                state = {band: each[np.maximum(at, 0)] for band, each in e.state.items()}
+                found = e.advance(i, e.clipped[i], state=state)[0]
+                return Interval(np.where(at < 0, np.nan, found.lo), np.where(at < 0, np.nan, found.hi))
+
+            yield OfUpdate(Cause.STATE, f"The optimizer's state is that of the chunk {_away(other)}.", of_other)
     yield from _numbers(e, under)
 
 
@@ -340,7 +368,10 @@ def _numbers(e: Evidence, under: Callable[..., Callable[[Array, Array], Interval
     yield OfUpdate(Cause.OPTIMIZER, "The update has the wrong sign.", under(Variant(ascent=True)))
     if any(rule.weight_decay for rule in rules):
         yield OfUpdate(Cause.OPTIMIZER, "There is no weight decay.", under(Variant(decay="none")))
-        for decoupled, how in ((True, "added to the gradient, as Adam's"), (False, "taken off the parameter, as AdamW's")):
+        for decoupled, how in (
+            (True, "added to the gradient, as Adam's"),
+            (False, "taken off the parameter, as AdamW's"),
+        ):
             if any(rule.decoupled is decoupled and rule.weight_decay for rule in rules):
                 which = "coupled" if decoupled else "decoupled"
                 yield OfUpdate(Cause.OPTIMIZER, f"Weight decay is {how} is.", under(Variant(decay=which)))

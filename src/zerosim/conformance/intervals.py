@@ -52,9 +52,7 @@ class Interval(NamedTuple):
     def times(self, low: float, high: float | None = None) -> Interval:
         """Multiplied by a number of 0 or more, or by any between two such."""
         high = low if high is None else high
-        return Interval(
-            np.minimum(self.lo * low, self.lo * high), np.maximum(self.hi * low, self.hi * high)
-        )
+        return Interval(np.minimum(self.lo * low, self.lo * high), np.maximum(self.hi * low, self.hi * high))
 
     def plus(self, other: Interval) -> Interval:
         return Interval(self.lo + other.lo, self.hi + other.hi)
@@ -130,7 +128,8 @@ def update(
     moved = change.times(abs(rate))
     result = Interval(kept.lo - moved.hi, kept.hi - moved.lo) if rate >= 0 else kept.plus(moved)
     most = np.maximum(np.abs(result.lo), np.abs(result.hi))
-    slack = ROUNDINGS * U * abs(rate) * _size(change) + 2 * U * np.maximum(most, size) + tiny(FP32)
+    roundings = 1.001 + bool(decay)  # of the parameter itself: the last addition, and weight decay
+    slack = ROUNDINGS * U * abs(rate) * _size(change) + roundings * U * np.maximum(most, size) + tiny(FP32)
     if dtype.itemsize < 4:
         slack = slack + unit(dtype) * most + tiny(dtype)
     return result.wider(slack), after
@@ -158,7 +157,10 @@ def _adam(rule: Rule, state: State, grad: Interval, step: int, variant: Variant)
     first = 1 - beta1**step if variant.corrected else 1.0
     root = (1 - beta2**step) ** 0.5 if variant.corrected else 1.0
     eps = rule.eps * variant.eps
-    lowest, highest = _extremes(m.times(beta1), v.times(beta2), grad, weight1, weight2, eps * root, variant.eps_inside)
+    c = v.times(beta2)
+    if variant.eps_inside:
+        c = Interval(c.lo + eps * root**2, c.hi + eps * root**2)
+    lowest, highest = _extremes(m.times(beta1), c, grad, weight1, weight2, 0.0 if variant.eps_inside else eps * root)
     change = Interval(lowest, highest).times(root / first)
     squares = Interval(
         np.where((grad.lo <= 0) & (grad.hi >= 0), 0.0, np.minimum(grad.lo**2, grad.hi**2)),
@@ -173,16 +175,12 @@ def _adam(rule: Rule, state: State, grad: Interval, step: int, variant: Variant)
     }
 
 
-def _extremes(
-    a: Interval, c: Interval, g: Interval, b: float, d: float, eps: float, inside: bool
-) -> tuple[Array, Array]:
+def _extremes(a: Interval, c: Interval, g: Interval, b: float, d: float, eps: float) -> tuple[Array, Array]:
     """The least and the most of (a + b g) / (sqrt(c + d g²) + eps) over a, c and g in their intervals.
 
     It grows with a and, in size, falls with c, so these two are at their ends; in g it has two turning
     points at most, where (a d g - b c)² = b² eps² (c + d g²).
     """
-    if inside:
-        c, eps = c.wider(0).plus(point(np.full_like(c.lo, eps))), 0.0
     found = []
     for ends, pick in ((a.lo, np.minimum), (a.hi, np.maximum)):
         best = None

@@ -94,9 +94,7 @@ def _serve(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, 
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(folder / "store"), ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
         function(rank)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)

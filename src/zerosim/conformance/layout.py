@@ -104,9 +104,11 @@ def _rectangle(
     """A block of a tensor as the runs of elements that it has of it."""
     if not local.size:
         return []
-    where = np.arange(prod(shape)).reshape(shape)[
-        tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    ].reshape(-1)
+    where = (
+        np.arange(prod(shape))
+        .reshape(shape)[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+        .reshape(-1)
+    )
     breaks = np.flatnonzero(np.diff(where) != 1) + 1
     edges = [0, *breaks.tolist(), len(where)]
     return [Piece(start + int(where[a]), local[a:b]) for a, b in zip(edges, edges[1:], strict=False)]

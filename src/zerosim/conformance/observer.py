@@ -19,10 +19,11 @@ from zerosim.conformance.collectives import Watch
 from zerosim.conformance.layout import Layout, Matcher, Memory, Piece, array_of, assemble
 from zerosim.conformance.optimizers import Optimizers, Runs
 from zerosim.conformance.patience import Patience
+from zerosim.conformance.search import State
 from zerosim.conformance.seen import Seen, copied, leaves, sliced
 from zerosim.conformance.side import Side
 from zerosim.conformance.storages import Storages
-from zerosim.real_ranks.meter import Counters, Kernel, tcp_sockets
+from zerosim.real_ranks.meter import Counters, Kernel
 from zerosim.records.conformance import Asked
 
 Tensor = Any
@@ -33,24 +34,26 @@ Handed = Callable[[], list[Piece]]
 class Observer:
     """A rank's eyes on ``net``, whose parameters lie as ``layout`` has it."""
 
-    def __init__(
-        self, net: torch.nn.Module, layout: Layout, loss: Callable[[Any, Any], Any], *, memory: bool
-    ) -> None:
+    def __init__(self, net: torch.nn.Module, layout: Layout, loss: Callable[[Any, Any], Any], *, memory: bool) -> None:
         self.net, self.layout, self.loss = net, layout, loss
-        self._storages = Storages(self._parameters()) if memory else None
+        self._storages = Storages(self._parameters(), counting=memory)
         self._lasting: dict[str, tuple[str, Handed, Sequence[Tensor]]] = {}  # handed over, by what and of whom
         self._handed: dict[str, tuple[str, list[Piece]]] = {}  # within this step
         self._after: list[Piece] | None = None  # what the last step left
         self._layouts: Any = None  # what was asked when this rank's own part was last looked for
         self._owned: list[tuple[int, int]] = []
+        self._state = State(layout)
         self._runs: dict[int, tuple[Tensor, Runs]] = {}  # of which parameters an optimizer's tensors are copies
         self._stack = ExitStack()
 
-    def ready(self, side: Side, patience: Patience, own: Sequence[Tensor]) -> Observer:
-        """Everything is there: the rank, who must be told of what it does, and what of the memory is the check's."""
-        self.kernel = Kernel(tcp_sockets() - side.sockets)
-        if self._storages is not None:
-            self._storages.ignore(own)
+    def ready(self, side: Side, patience: Patience, own: Sequence[Tensor], copy: torch.nn.Module) -> Observer:
+        """Everything is there: the rank, who must be told of what it does, and what of the memory is the check's.
+
+        ``copy`` is the module as it was when the check was made.
+        """
+        self._created = dict(copy.named_parameters())
+        self.kernel = Kernel(side.sockets)
+        self._storages.ignore(own)
         self.rank, self.patience = side.rank, patience
         self.seen = Seen(side.rank, 0)
         return self
@@ -71,17 +74,21 @@ class Observer:
         net = self._parameters()
         self._memory = Memory(self.layout, net)
         before = self._now(net)
-        if self._after is None or not _alike(before, self._after):
+        if self._after is None or _changed(before, self._after):
             seen.before = before
+        if step == 1 and self.rank == 0:
+            seen.created = self._whole(self._created)
         self._before = before
         self._watch = Watch(self._label, self._ask, self._saw, keep=True)
         self._optimizers = Optimizers(self._memory, self._matcher, self._watch, self._runs)
-        if self._storages is not None:
-            self._storages.ignore([*leaves(x), *leaves(y), *leaves((seen.x, seen.y)), *seen.buffers.values()])
-            self._storages.begin()
+        self._storages.ignore([*leaves(x), *leaves(y), *leaves((seen.x, seen.y)), *seen.buffers.values()])
+        self._storages.begin()
         self._stack = stack = ExitStack()
         self._hook_forward(stack, net)
         stack.enter_context(self._optimizers)
+        stack.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
+        torch.autograd.backward = self._backward(torch.autograd.backward)
+        stack.enter_context(self._storages.resizing())
         self._counted = self._count()
         stack.enter_context(self._watch)
 
@@ -98,14 +105,14 @@ class Observer:
                 seen.bands[band] = [*seen.bands.get(band, []), *handed()]
         for band, pieces in self._handed.values():
             seen.bands[band] = [*seen.bands.get(band, []), *pieces]
-        for band, pieces in self._optimizers.bands.items():
-            seen.bands.setdefault(band, pieces)
+        for bands in (self._optimizers.bands, self._state.bands()):
+            for band, pieces in bands.items():
+                seen.bands.setdefault(band, pieces)
         seen.params = seen.bands.pop("params", []) + self._now(net)
         self._after = seen.params
         seen.numbers = self._optimizers.numbers
         seen.owned = self._find_owned()
-        if self._storages is not None:
-            seen.held = self._storages.held(self._by_band(net))
+        seen.held = self._storages.held(self._by_band(net))
         return seen
 
     def _count(self) -> Counters:
@@ -113,6 +120,10 @@ class Observer:
             return self.kernel.read()
         except OSError:  # one of the sockets is gone
             return Counters(None, None, None)
+
+    def look_for_state(self, grad: Array) -> dict[str, list[Piece]]:
+        """Look among this rank's tensors for the state of an optimizer of the user's own, after its first step."""
+        return self._state.look(self._storages.users(), grad, self.layout.parameters[0].rule)
 
     def abandon(self) -> None:
         """The step has raised: take the hooks away."""
@@ -135,8 +146,7 @@ class Observer:
 
     def _saw(self, tensors: Sequence[Tensor]) -> None:
         self.patience.board.beat()
-        if self._storages is not None:
-            self._storages.see(tensors)
+        self._storages.see(tensors)
 
     def _label(self, tensor: Tensor) -> str:
         for grads, what in ((False, "{}"), (True, "gradient of {}")):
@@ -145,6 +155,18 @@ class Observer:
                 some = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
                 return what.format(some)
         return ""
+
+    def _backward(self, backward: Any) -> Any:
+        """torch's ``backward``, and beside it a look at the number that it begins with."""
+
+        def seen(tensors: Any, *args: Any, **options: Any) -> Any:
+            one = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+            if isinstance(one, torch.Tensor) and one.numel() == 1:
+                with self._watch.paused():
+                    self.seen.backward.append(float(one.detach()))
+            return backward(tensors, *args, **options)
+
+        return seen
 
     def _hook_forward(self, stack: ExitStack, net: dict[str, Tensor]) -> None:
         taken = [0]
@@ -237,7 +259,11 @@ class Observer:
         return self._owned if given else []
 
     def _by_band(self, net: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-        bands = {"params": list(net.values()), "grads": [], "optimizer state": self._optimizers.tensors}
+        bands: dict[str, list[Tensor]] = {
+            "params": list(net.values()),
+            "grads": [],
+            "optimizer state": [*self._optimizers.tensors, *self._state.tensors],
+        }
         bands["grads"] = [each.grad for each in net.values() if each.grad is not None]
         for name, _, tensors in self._lasting.values():
             kind = name.removeprefix("handed ") if name in ("params", "handed grads") else "optimizer state"
@@ -245,9 +271,11 @@ class Observer:
         return bands
 
 
-def _alike(one: Sequence[Piece], other: Sequence[Piece]) -> bool:
-    return len(one) == len(other) and all(
-        a.start == b.start and _same(a.values, b.values) for a, b in zip(one, other, strict=True)
+def _changed(now: Sequence[Piece], before: Sequence[Piece]) -> bool:
+    """Whether any of what is there now is not as it was."""
+    known = {(piece.start, len(piece.values)): piece.values for piece in before}
+    return any(
+        (key := (piece.start, len(piece.values))) not in known or not _same(piece.values, known[key]) for piece in now
     )
 
 

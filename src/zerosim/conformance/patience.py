@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from zerosim.conformance.board import Board, Doing, Mismatch, Slot, dead, died, out_of_order, stalled
+from zerosim.conformance.board import Board, Doing, Mismatch, Slot, dead, died, out_of_order, stalled, undecided
 from zerosim.conformance.side import Side
 
 LOOK = 0.25  # seconds between two looks
@@ -38,10 +38,17 @@ class Patience:
 
     def __init__(self, board: Board, side: Side, timeout: float, ended: Callable[[Mismatch], None]) -> None:
         self.board, self.side, self.timeout, self.ended = board, side, timeout, ended
+        self.usual: list[tuple[str, str]] = []
+        """What this rank asked for in the step before."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zerosim.check", daemon=True)
         if side.size > 1:
             self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """This rank begins a step."""
+        self.usual = self.board.slot(self.side.rank).asked
+        self.board.begin(step)
 
     def stop(self) -> None:
         """The check is over on this rank."""
@@ -52,7 +59,13 @@ class Patience:
         """Raise OutOfOrder if the ranks' collectives are not the same as far as they have come."""
         if (found := self.board.verdict()) is not None:
             raise OutOfOrder(found)
-        if (found := out_of_order(self.board.slots())) is not None:
+        if out_of_order(self.board.slots(), self.usual) is None:
+            return
+        until = time.monotonic() + SETTLE
+        while undecided(self.board.slots()) and time.monotonic() < until:
+            time.sleep(LOOK / 10)  # so that it is the odd one that is named, and not whoever came second
+        found = self.board.verdict() or out_of_order(self.board.slots(), self.usual)
+        if found is not None:
             self.end(found)
             raise OutOfOrder(found)
 
@@ -61,7 +74,7 @@ class Patience:
         if self.board.announce(found):
             self.ended(found)
 
-    def blame(self, error: BaseException, step: int) -> bool:
+    def blame(self, error: BaseException) -> bool:
         """This rank's step has raised. Say whose fault it is; False if it is another rank's."""
         lost = any(word in str(error).lower() for word in ("connect", "gloo", "nccl", "timed out", "peer", "socket"))
         until = time.monotonic() + (SETTLE if lost else 0)
@@ -77,8 +90,8 @@ class Patience:
             time.sleep(LOOK / 5)
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         self.board.now(Doing.FAILED, text)
-        found = out_of_order(self.board.slots()) if lost else None
-        self.end(found or Mismatch(self.side.rank, step, f"rank {self.side.rank} has failed in the step: {text}"))
+        found = out_of_order(self.board.slots(), self.usual) if lost else None
+        self.end(found or _failed(self.board.slot(self.side.rank)))
         return found is None or found.rank == self.side.rank
 
     def _watch(self) -> None:
@@ -120,7 +133,7 @@ class Patience:
 
 
 def _failed(slot: Slot) -> Mismatch:
-    return Mismatch(slot.rank, slot.step, f"rank {slot.rank} has failed in the step: {slot.failed}")
+    return Mismatch(slot.rank, slot.step, f"rank {slot.rank} has failed in the step: {slot.failed}", failed=True)
 
 
 def _exit() -> None:

@@ -35,11 +35,13 @@ class Seen:
     * ``x``, ``y``: the batch that ``step`` was given; ``rows`` of it, and ``forwarded`` those that the module was
       called with (-1: it was not seen), of which ``strange`` elements are not the batch's;
     * ``before``: the parameters when the step began, in the first step or where they had changed since the last;
+    * ``created``: rank 0's when the check was made, in the first step;
     * ``params``: those at its end; ``alike`` names those whose bits are rank 0's, which are left out;
     * ``read``: those that forward was seen to read, where they are not whole at rest;
     * ``bands``: what was handed over or seen of an optimizer: gradients after any clipping as ``"grads"``, those handed
       over as ``"handed grads"``, its state after the step;
-    * ``losses``: of each call of the module; ``owned``: (start, stop) of what this rank gave to others;
+    * ``losses``: of each call of the module; ``backward``: of what ``backward`` was called on;
+    * ``owned``: (start, stop) of what this rank gave to others;
     * ``buffers``: the module's when the step began, by name;
     * ``numbers``: of an optimizer of torch's that took a step: its numbers, and how often in this step (``calls``).
     """
@@ -52,11 +54,13 @@ class Seen:
     forwarded: int = -1
     strange: int = 0
     before: list[Piece] | None = None
+    created: list[Piece] = field(default_factory=list)
     params: list[Piece] = field(default_factory=list)
     alike: list[str] = field(default_factory=list)
     read: list[Piece] = field(default_factory=list)
     bands: dict[str, list[Piece]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     owned: list[tuple[int, int]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -69,10 +73,10 @@ class Seen:
 
 
 _PLAIN = (
-    "rank", "step", "rows", "forwarded", "strange", "alike", "losses", "owned", "kernel", "lr", "loss_scale",
+    "rank", "step", "rows", "forwarded", "strange", "alike", "losses", "backward", "owned", "kernel", "lr", "loss_scale",
     "training", "numbers",
 )  # fmt: skip
-_PIECES = ("params", "read")
+_PIECES = ("params", "read", "created")
 
 
 def path_of(folder: Path, rank: int, step: int) -> Path:
@@ -121,7 +125,7 @@ def read(folder: Path, rank: int, step: int) -> Seen:
             group: [Piece(start, array_of(tensors[f"{group}/{index}"])) for index, start in enumerate(starts)]
             for group, starts in said["pieces"].items()
         }
-        found.params, found.read = groups["params"], groups["read"]
+        found.params, found.read, found.created = (groups[name] for name in _PIECES)
         found.before = groups.get("before")
         found.bands = {name[5:]: pieces for name, pieces in groups.items() if name.startswith("band ")}
         found.buffers = {name: tensors[f"buffer/{name}"] for name in said["buffers"]}

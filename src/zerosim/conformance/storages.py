@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ LARGEST = 3  # of what is in no band, named
 class Storages:
     """Bytes of the storages that are alive: ``total`` now, ``peak`` since the step began.
 
-    What was there when this was made, the parameters of ``net`` aside, is somebody else's.
+    What was there when this was made, the parameters of ``net`` aside, is somebody else's. Where it isn't
+    ``counting``, nothing else is found out.
     """
 
-    def __init__(self, net: Mapping[str, Tensor]) -> None:
+    def __init__(self, net: Mapping[str, Tensor], *, counting: bool) -> None:
+        self.counting = counting
         self.total = self.peak = 0
         self._alive: dict[int, tuple[int, str]] = {}
+        self._resize = torch.UntypedStorage.resize_
         own = {_key(tensor) for tensor in net.values()}
         self._foreign: set[int] = set()
         for tensor in _everything():
@@ -52,6 +56,8 @@ class Storages:
 
     def begin(self) -> None:
         """A step begins. What was made since this was, outside of any step, is found once, before the first."""
+        if not self.counting:
+            return
         if not self._walked:
             self.see(_everything())
             self._walked = True
@@ -59,8 +65,35 @@ class Storages:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
 
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Within the block, storages that are given another size, or none, are noticed: no operation returns them."""
+
+        def resize_(storage: Any, nbytes: int) -> Any:
+            found = self._resize(storage, nbytes)
+            if (before := self._alive.get(storage._cdata)) is not None:
+                self._alive[storage._cdata] = nbytes, before[1]
+                self.total += nbytes - before[0]
+                self.peak = max(self.peak, self.total)
+            return found
+
+        torch.UntypedStorage.resize_ = resize_
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = self._resize
+
+    def users(self) -> list[Tensor]:
+        """Every dense tensor that was made since this was, or is one of the parameters, and whose memory is there."""
+        return [
+            each for each in _everything()
+            if _key(each) not in self._foreign and _there(each)
+        ]  # fmt: skip
+
     def see(self, tensors: Sequence[Tensor]) -> None:
         """These exist."""
+        if not self.counting:
+            return
         for tensor in tensors:
             tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -80,8 +113,10 @@ class Storages:
     def _end(self, key: int) -> None:
         self.total -= self._alive.pop(key, (0, ""))[0]
 
-    def held(self, bands: Mapping[str, Iterable[Tensor]]) -> Held:
+    def held(self, bands: Mapping[str, Iterable[Tensor]]) -> Held | None:
         """What is held now, by band, a storage of two bands belonging to the first; the rest is ``"elsewhere"``."""
+        if not self.counting:
+            return None
         rest: dict[str, int] = {}
         taken: set[int] = set()
         for band, tensors in bands.items():
@@ -101,6 +136,11 @@ class Storages:
 
 def _key(tensor: Tensor) -> int:
     return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
+
+
+def _there(tensor: Tensor) -> bool:
+    """Whether a tensor's memory has not been given back."""
+    return bool(tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.element_size())
 
 
 def _everything() -> list[Tensor]:

@@ -13,8 +13,8 @@ from typing import Any
 from zerosim import theory
 from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
+from zerosim.counts import Peak, Report
 from zerosim.lab.data import Pair, batches
-from zerosim.ledger import Peak, Report
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (
@@ -161,8 +161,8 @@ class Run:
                 host_peak=_plain(theory.host_peak(self.job)),
                 copies=_by_place(theory.copies(self.job)),
             ),
-            steps=[_step_record(report) for report in self.reports],
-            events=_event_records(reports[-1]) if reports else [],
+            steps=[step_record(report) for report in self.reports],
+            events=event_records(reports[-1]) if reports else [],
             out_of_memory=self.out_of_memory,
         )
 
@@ -184,7 +184,7 @@ class Run:
             fits=self.running,
             fits_predicted=self.fits_predicted(),
             resident_by_band=_plain(report.resident),
-            events=_event_records(report),
+            events=event_records(report),
         )
 
 
@@ -205,14 +205,16 @@ def _peak_record(peak: Peak) -> PeakRecord:
     return PeakRecord(total=peak.total, by_band=_plain(peak.by_band), unit=peak.unit, phase=peak.phase)
 
 
-def _event_records(report: Report) -> list[EventRecord]:
+def event_records(report: Report) -> list[EventRecord]:
+    """The log of a step."""
     return [
         EventRecord(**{field: getattr(event, field) for field in EventRecord.__struct_fields__})
         for event in report.events
     ]
 
 
-def _step_record(report: Report) -> StepRecord:
+def step_record(report: Report) -> StepRecord:
+    """A step, without its log."""
     return StepRecord(
         step=report.step,
         loss=report.loss,

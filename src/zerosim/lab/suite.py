@@ -40,7 +40,7 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
     return Results(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=versions(),
         settings=settings,
         n_params=model.n_params,
         schemes=schemes,
@@ -176,7 +176,8 @@ def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket, int8_params=int8)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What it was run with."""
     packages = ("zerosim", "numpy", "ml_dtypes", *(["numba"] if choose().name == "numba" else []))  # which kernels
     return {name: importlib.metadata.version(name) for name in packages} | {
         "python": platform.python_version(),

@@ -56,8 +56,9 @@ def read(path: Path) -> dict[str, Any]:
             f'{CALL}: {path} does not say its model_type, as in {{"model_type": "llama", ...}}; got {got}. '
             f"A Hugging Face config.json is needed."
         )
-    bounded(values, str(path))
-    return values
+    found: dict[str, Any] = values
+    bounded(found, str(path))
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,32 +7,18 @@ only where something is not in the cache. Must not know schemes, N or cards.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from zerosim.planner import shape_cache
-from zerosim.planner.model_source import ModelSource, Prepared, Workload, too_large
+from zerosim.planner.batch_sizes import BatchSizes, compact
+from zerosim.planner.model_source import Prepared, Workload, too_large
+from zerosim.records.plan import Finetuning
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many
-
-OtherParts = Literal["frozen", "left out", "trained"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finetuning:
-    """What of a model is trained.
-
-    ``other_parts``: what becomes of parts that text does not reach, as towers for images are. ``lora`` is
-    the rank of adapters beside the linear layers named in ``targets``, by the last parts of their names;
-    all else is frozen then.
-    """
-
-    other_parts: OtherParts = "frozen"
-    lora: int | None = None
-    targets: tuple[str, ...] = ()
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +26,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     ``name`` is the class; ``most`` the tokens of a row that it was made for, and ``table`` whether it has no positions
     beyond; ``length`` whether its rows have a length at all; ``attention`` and ``call`` say how it runs: the
-    implementation, and which of the things that it may be called with.
+    implementation, and which of the things that it may be called with. ``runs`` is False where it can't
+    be run on shapes: then only its parameters are known.
     """
 
     name: str
@@ -51,6 +38,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     call: int
     largest_module: int
     notes: tuple[str, ...]
+    runs: bool = True
 
 
 class ConfigSource:
@@ -66,9 +54,10 @@ class ConfigSource:
         self._finetuning = finetuning or Finetuning()
         self._content = shape_cache.key(
             {name: value for name, value in values.items() if name not in ("auto_map", "_name_or_path")},
-            *(getattr(self._finetuning, name) for name in self._finetuning.__dataclass_fields__),
+            msgspec.to_builtins(self._finetuning),
         )
         self._own_notes = notes
+        self._sizes: dict[tuple[int | None, str, str, str, str], BatchSizes] = {}
         self._found: Facts | None = None
         self._model: Any = None  # what torch has of it, once that was needed
 
@@ -117,14 +106,24 @@ class ConfigSource:
                 f"--seq {facts.most}."
             )
         compute = "fp32" if workload.working == "float32" else "bf16"  # as many bytes as fp16, which some kernels lack
-        name = shape_cache.key(self._content, workload.rows, sequence, workload.checkpoint, compute)
+        key = sequence, workload.checkpoint, compute, workload.loss, workload.kv
+        if key not in self._sizes:
+            self._sizes[key] = BatchSizes(partial(self._measure, key))
+        sizes = self._sizes[key]
+        shapes = sizes.tried(workload.rows) if workload.tried else sizes.at(workload.rows)
+        too_large(shapes.n_params)
+        model = ShapeModel(compact(shapes, copies=workload.copies), temporaries=True)
+        return Prepared(
+            model, model.batch(rows // workload.rows), largest_module=facts.largest_module, states_alone=not facts.runs
+        )
+
+    def _measure(self, how: tuple[int | None, str, str, str, str], rows: int) -> ModelShapes:
+        name = shape_cache.key(self._content, rows, *how)
         shapes = shape_cache.load(name, ModelShapes)
         if shapes is None:
-            shapes = self._torch().measure(workload.rows, sequence, workload.checkpoint, compute)
+            shapes = self._torch().measure(rows, *how)
             shape_cache.save(name, shapes)
-        too_large(shapes.n_params)
-        model = ShapeModel(shapes, temporaries=True)
-        return Prepared(model, model.batch(rows // workload.rows), largest_module=facts.largest_module)
+        return shapes
 
     def _torch(self) -> Any:
         if self._model is None:
@@ -145,6 +144,3 @@ def require(*packages: str, extra: str) -> None:
             f"plan(MODEL): this model takes {' and '.join(absent)}. Install zerosim[{extra}], or pass a list of layer "
             f"sizes."
         )
-
-
-_: type[ModelSource] = ConfigSource

@@ -99,14 +99,45 @@ def _frames(config: Any) -> tuple[int, ...]:
 # -- the loss
 
 
-def loss(output: Any, target: Any) -> Any:
-    """The usual loss of what the model returns.
+CHUNKS = 8  # as torchtune has them
 
-    The mean cross entropy, in fp32, of ``logits`` [..., classes], or of the places where an answer starts and ends;
+
+class _Fused(torch.autograd.Function):  # type: ignore[misc]
+    """Cross entropy in one kernel, which keeps nothing: the gradient is all that its backward makes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, target: Any) -> Any:
+        """[tokens, classes] and [tokens] to one number."""
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return torch.empty((), dtype=torch.float32, device=logits.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """The gradient of the logits, in their dtype."""
+        return torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device), None
+
+
+def _cross_entropy(logits: Any, target: Any, kind: str) -> Any:
+    """The mean over [tokens, classes]: in ``"fp32"``, in the logits' own dtype (``"bf16"``), by chunks, or fused."""
+    entropy = torch.nn.functional.cross_entropy
+    if kind == "bf16":
+        return entropy(logits, target)
+    if kind == "fused":
+        return _Fused.apply(logits, target)
+    if kind == "chunked":
+        pieces = zip(logits.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)
+        return sum(entropy(piece.float(), wanted, reduction="sum") for piece, wanted in pieces) / len(target)
+    return entropy(logits.float(), target)
+
+
+def loss(output: Any, target: Any, *, kind: str = "fp32") -> Any:
+    """The usual loss of what the model returns, its cross entropy computed as ``kind`` says.
+
+    The mean cross entropy of ``logits`` [..., classes], or of the places where an answer starts and ends;
     where there are neither, as in a base model, the mean square of the first of its outputs stands for one.
     """
     if (logits := _logits(output)) is not None:
-        return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), target.flatten())
+        return _cross_entropy(logits.flatten(0, -2), target.flatten(), kind)
     if (start := getattr(output, "start_logits", None)) is not None and start.dim() == 2:
         ends = (start, output.end_logits)
         return sum(torch.nn.functional.cross_entropy(each.float(), target) for each in ends) / 2

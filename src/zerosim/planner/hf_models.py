@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before the import: nothing below has reaso
 
 import transformers
 from transformers import AttentionInterface, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
@@ -40,10 +40,17 @@ TASKS = (
 )  # fmt: skip
 
 
+_expanded = False
+_ONE_EACH = torch.nn.Identity()  # a module without groups of heads
+
+
 def _fused(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **options: Any) -> Any:
     """Attention in one kernel. Its dropout is drawn again in its backward and its soft cap computed again, so that
     nothing is kept of them."""
     options.pop("softcap", None)
+    if _expanded and (times := getattr(module, "num_key_value_groups", 1)) > 1:
+        key, value = repeat_kv(key, times), repeat_kv(value, times)
+        module = _ONE_EACH
     return sdpa_attention_forward(module, query, key, value, mask, dropout=0.0, **options)
 
 
@@ -51,6 +58,17 @@ logging.set_verbosity_error()  # what it would rather have is no business of a p
 
 # Under a name of our own transformers builds no mask, for which it would read values.
 AttentionInterface.register(ATTENTION, _fused)
+
+
+@contextmanager
+def keys_and_values(kind: str) -> Iterator[None]:
+    """Within the block heads that share keys and values have them once (``"grouped"``) or each a copy."""
+    global _expanded
+    before, _expanded = _expanded, kind == "expanded"
+    try:
+        yield
+    finally:
+        _expanded = before
 
 
 @contextmanager
@@ -110,7 +128,7 @@ def architecture(values: Mapping[str, Any], where: str) -> Architecture:
     own = next(
         (getattr(transformers, name) for name in named if hasattr(getattr(transformers, name), "config_class")), None
     )
-    if kind in CONFIG_MAPPING:
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[kind]
         if own is not None and own.config_class is not None and issubclass(config_class, own.config_class):
             return Architecture(own.__name__, config_class)
@@ -154,7 +172,7 @@ def _usual(kind: str, encodes: bool = False) -> str | None:
 
 
 def configuration(values: Mapping[str, Any], found: Architecture, where: str) -> Any:
-    """The configuration as transformers reads it, keys that its class does not declare included. ValueError if it can't."""
+    """The configuration as transformers reads it, with keys that its class does not declare. ValueError if it can't."""
     try:
         return found.config_class.from_dict({key: value for key, value in values.items() if key != "auto_map"})
     except Exception as error:

@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 
 from zerosim.planner import config_file, known_models
-from zerosim.planner.config_source import ConfigSource, Finetuning, require
+from zerosim.planner.config_source import ConfigSource, require
 from zerosim.planner.model_source import ModelSource, Perceptron
+from zerosim.records.plan import Finetuning
 
 MOST_LAYERS = 10_000
 FORMS = (

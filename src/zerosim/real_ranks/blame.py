@@ -121,19 +121,23 @@ def _out_of_step(known: Sequence[Known], calls: Calls) -> dict[int, str]:
     digests = list(accumulate(calls, lambda before, call: digest_of(call, before), initial=0))
     odd = {}
     for rank, each in enumerate(known):
-        done, last = each.status.calls, f"the last is a {each.status.op} of {each.status.nbytes:,} B"
+        done, last = each.status.calls, f"the last {_a(each.status.op)} of {each.status.nbytes:,} B"
         too_few = each.answered and done < len(calls)
         if done <= len(calls) and each.status.digest == digests[done] and not too_few:
             continue
-        if left_out := _left_out(each.status, calls):
-            odd[rank] = f"has left out a {left_out[0]} of {left_out[1]:,} B"
-        elif too_few:
+        if too_few and done < len(calls) - 1:
             odd[rank] = f"ended the step after {done} operations, of {len(calls)} that the schedule has"
+        elif left_out := _left_out(each.status, calls):
+            odd[rank] = f"has left out {_a(left_out[0])} of {left_out[1]:,} B"
         elif done > len(calls):
-            odd[rank] = f"has made {done} operations of a step that has {len(calls)}: {last}"
+            odd[rank] = f"has made {done} operations of a step that has {len(calls)}, {last}"
         else:
-            odd[rank] = f"has made {done} operations that are not the first {done} of the schedule: {last}"
+            odd[rank] = f"has made {done} operations that are not the first {done} of the schedule, {last}"
     return odd
+
+
+def _a(op: str) -> str:
+    return f"{'an' if op[:1] in 'aeiou' else 'a'} {op}"
 
 
 def _left_out(status: Status, calls: Calls) -> tuple[str, int] | None:

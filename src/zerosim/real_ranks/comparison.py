@@ -12,7 +12,7 @@ import numpy as np
 
 from zerosim.bands import Array, Band
 from zerosim.checks import compare as checks
-from zerosim.ledger import Phase
+from zerosim.counts import Phase
 from zerosim.real_ranks.cases import Case, States
 from zerosim.real_ranks.connection import Began, Stepped
 from zerosim.real_ranks.simulation import Expected

@@ -153,3 +153,9 @@ class Coordinator:
     def dismiss(self, text: str, code: int) -> None:
         """Send all ranks home."""
         self.tell(Bye(text=text, code=code))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._selector.close()
+        for connection in self._connections:
+            connection.close()

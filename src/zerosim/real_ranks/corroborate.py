@@ -14,15 +14,14 @@ from typing import Any
 
 import msgspec
 
-from zerosim.bands import Array
 from zerosim.layers import Model
 from zerosim.real_ranks import agreement, cases
-from zerosim.real_ranks.cases import COLLECTIVES, Case
+from zerosim.real_ranks.cases import COLLECTIVES, Batches, Case
 from zerosim.real_ranks.comparison import RunComparison
 from zerosim.real_ranks.connection import Arrived, Began, Connection, Go, Hello, Ready, Stepped
 from zerosim.real_ranks.coordinator import Coordinator, RankFailure
 from zerosim.real_ranks.processes import Heartbeat, children, meeting_point
-from zerosim.real_ranks.simulation import Simulation, calls_of_a_step, one_thread
+from zerosim.real_ranks.simulation import Simulation, calls_of_a_step, check_trainable, one_thread
 from zerosim.records.real_ranks import (
     BITS,
     PROCESS,
@@ -39,7 +38,6 @@ from zerosim.records.results import Failure
 from zerosim.util import arguments
 
 Advance = Callable[[str], None]
-Batches = list[list[tuple[Array, Array]]]
 METERED = ("gloo",)  # backends whose framing is known, and that sum in the order of the ring
 INTERRUPTED = "Interrupted."
 PATIENCE = 10  # times longer than the command do ranks wait: it is the command that ends them
@@ -51,20 +49,18 @@ def run(
     *,
     timeout: float = 30.0,
     interface: str | None = None,
-    model: Model | None = None,
-    data: Batches | None = None,
 ) -> Corroboration:
     """Start the ranks on this machine and hold them to the simulator, in all of ``cases(settings)``.
 
     ``advance`` is told of each of the ``work(settings)`` pieces. ``timeout``: seconds without progress after
-    which it is over; ``interface``: what ranks may talk over, loopback unless told otherwise. ``model`` and
-    ``data``, for each step the batch of every rank, are the settings' unless given. A rank that fails, and an
-    interrupt, end it early: what was found up to there is returned, marked incomplete, and no process, socket
+    which it is over; ``interface``: what ranks may talk over, loopback unless told otherwise. A rank that fails,
+    and an interrupt, end it early: what was found up to there is returned, marked incomplete, and no process, socket
     or file is left. ValueError, or ModuleNotFoundError without torch, for what cannot be run, before anything is.
     """
     validate(settings)
+    model, data = cases.trained(settings)
+    check_trainable(settings, model)
     advance("starting the ranks")
-    model, data = model or cases.model(settings), data or cases.data(settings)
     found = None
     with contextlib.suppress(KeyboardInterrupt):  # before the first run began, or while tidying up
         found = _on_this_machine(settings, advance, timeout, interface or loopback(), model, data)
@@ -103,6 +99,8 @@ def validate(settings: Settings) -> None:
     for collectives in settings.collectives:
         arguments.one_of("corroborate", "collectives", collectives, COLLECTIVES)
     arguments.one_of("corroborate", "wire", settings.wire, ("fp32", WORKING))
+    for precision in settings.precisions:
+        arguments.divides("corroborate(batch)", "accumulate", settings.options(precision).accumulate, settings.batch)
 
 
 def work(settings: Settings) -> int:

@@ -33,9 +33,9 @@ class Counters(NamedTuple):
     tcp_sent: int | None
     """Over the sockets watched, what was sent again left out."""
     tcp_received: int | None
-    opened: int | None
+    opened: int | None = None
     """TCP connections that were opened in this network namespace, by whomever."""
-    datagrams: int | None
+    datagrams: int | None = None
     """UDP datagrams that were sent in it."""
 
     def since(self, before: Counters) -> Counters:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import mmap
 import os
 import signal
@@ -22,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ class Heartbeat:
         [("waiting", "?"), ("since", np.float64)] + [(name, np.int64) for name in ("calls", "op", "nbytes", "digest")]
     )
 
-    def __init__(self, place: npt.NDArray[np.void] | None = None) -> None:
+    def __init__(self, place: npt.NDArray[Any] | None = None) -> None:
         self._place = np.zeros(1, self._PLACE) if place is None else place
 
     @classmethod
@@ -208,6 +209,7 @@ def _leave_parent(parent: int, log: IO[bytes], ends: Sequence[socket.socket | Co
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+    faulthandler.disable()  # it would print where the parent does
     os.setsid()  # Ctrl-C is for the command, which then ends its children
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from zerosim.layers import Model
 from zerosim.real_ranks import cases, corroborate
 from zerosim.real_ranks.agreement import Disagreement
 from zerosim.real_ranks.blame import Verdict
 from zerosim.real_ranks.connection import Address, Bye, Connection, Hello, Message, Status, Trouble
 from zerosim.real_ranks.coordinator import Coordinator, RankFailure
 from zerosim.real_ranks.processes import Child, Heartbeat, children
+from zerosim.real_ranks.simulation import check_trainable
 from zerosim.records.real_ranks import Corroboration, Settings
 
 _LOOK = 0.05  # seconds between two looks at how a rank fares
@@ -90,8 +90,6 @@ def take_part(
     advance: Callable[[str], None],
     timeout: float,
     interface: str | None,
-    model: Model | None = None,
-    data: corroborate.Batches | None = None,
 ) -> Corroboration | int:
     """Do this process's part: rank 0 coordinates and returns what was found, the others return their exit code.
 
@@ -102,7 +100,8 @@ def take_part(
     from zerosim.real_ranks import worker  # only now: it imports torch
     from zerosim.worlds import torch_ring
 
-    model, data = model or cases.model(settings), data or cases.data(settings)
+    model, data = cases.trained(settings)
+    check_trainable(settings, model)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listening(me)) if me.rank == 0 else None
 
@@ -130,7 +129,7 @@ def take_part(
         if server is None:
             return _relay(child, me, timeout)
         try:
-            coordinator = _assemble(server, child, me.world, timeout)
+            coordinator = stack.enter_context(contextlib.closing(_assemble(server, child, me.world, timeout)))
             return corroborate.coordinate(coordinator, settings, advance, model, data)
         except KeyboardInterrupt:
             return corroborate.nothing(settings, model)
@@ -246,38 +245,38 @@ def _assemble(server: socket.socket, own: Child, world: int, timeout: float) -> 
     """
     hellos: dict[int, Hello] = {}
     connections: dict[int, Connection] = {}
+    turned_away: set[Connection] = set()
     deadline = time.monotonic() + timeout
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as if_it_fails:
-        selector.register(server, selectors.EVENT_READ)
-        selector.register(own.connection, selectors.EVENT_READ, own.connection)
-        while missing := [rank for rank in range(world) if rank not in hellos]:
-            for key, _ in selector.select(_LOOK):
-                if key.fileobj is server:
-                    caller = Connection(server.accept()[0], corroborate.PATIENCE * timeout)
-                    if_it_fails.callback(caller.close)
-                    selector.register(caller, selectors.EVENT_READ, caller)
-                    continue
-                for message in _said(key.fileobj, selector):
-                    if isinstance(message, Hello):
-                        _admit(message, hellos, world, [key.data, *connections.values()])
-                        hellos[message.rank], connections[message.rank] = message, key.data
-                        selector.unregister(key.fileobj)
-                    elif isinstance(message, Trouble):
-                        raise RankFailure(Verdict(f"Rank 0 failed to start: {message.text}", [0], {}))
-            if 0 in missing and not (status := own.status()).alive:
-                raise RankFailure(Verdict(f"Rank 0 {status.how} before it began.", [0], {}))
-            if time.monotonic() > deadline:
-                raise RankFailure(
-                    Verdict(
-                        f"Of {world} ranks these have not come within {timeout:g} s: {', '.join(map(str, missing))}. "
-                        f"Start all with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
-                        missing,
-                        {},
-                    )
-                )
-        if_it_fails.pop_all()
-    ranks = range(world)
-    return Coordinator([connections[rank] for rank in ranks], timeout, [own], [hellos[rank] for rank in ranks])
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            selector.register(own.connection, selectors.EVENT_READ, own.connection)
+            while missing := [rank for rank in range(world) if rank not in hellos]:
+                for key, _ in selector.select(_LOOK):
+                    if key.fileobj is server:
+                        caller = Connection(server.accept()[0], corroborate.PATIENCE * timeout)
+                        turned_away.add(caller)  # unless it turns out to be a rank
+                        selector.register(caller, selectors.EVENT_READ, caller)
+                        continue
+                    for message in _said(key.fileobj, selector):
+                        if isinstance(message, Hello):
+                            _admit(message, hellos, world, [key.data, *connections.values()])
+                            hellos[message.rank], connections[message.rank] = message, key.data
+                            selector.unregister(key.fileobj)
+                        elif isinstance(message, Trouble):
+                            raise RankFailure(Verdict(f"Rank 0 failed to start: {message.text}", [0], {}))
+                if 0 in missing and not (status := own.status()).alive:
+                    raise RankFailure(Verdict(f"Rank 0 {status.how} before it began.", [0], {}))
+                if time.monotonic() > deadline:
+                    text = f"Of {world} ranks these have not come within {timeout:g} s: {', '.join(map(str, missing))}."
+                    advice = " Start all with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+                    raise RankFailure(Verdict(text + advice, missing, {}))
+        turned_away -= set(connections.values())
+        ranks = range(world)
+        return Coordinator([connections[rank] for rank in ranks], timeout, [own], [hellos[rank] for rank in ranks])
+    finally:
+        for caller in turned_away:
+            caller.close()
 
 
 def _admit(hello: Hello, known: Mapping[int, Hello], world: int, callers: Sequence[Connection]) -> None:

@@ -118,6 +118,13 @@ class _Alone(Ring):
         result[...] = 0
 
 
+def check_trainable(settings: Settings, model: Model) -> None:
+    """Let each scheme say what it cannot train, in its own words, before a rank is started."""
+    for precision in settings.precisions:
+        for row in settings.rows:
+            row(model, settings.ranks, settings.options(precision), ring=_Alone(settings.ranks, []))
+
+
 def calls_of_a_step(
     settings: Settings, case: Case, model: Model, batch: Sequence[tuple[Array, Array]]
 ) -> list[tuple[str, int]]:

@@ -38,6 +38,7 @@ class Cause(StrEnum):
     """Which phase of a scheme went wrong."""
 
     ORDER = "collectives"  # out of order, missing or one too many on a rank
+    FAILED = "failed"  # a rank has raised, died or stopped
     INITIAL = "initial weights"
     DATA = "data"  # a rank trains on other rows than it says
     FORWARD = "forward"  # what forward read is not what the last update left: a stale gather

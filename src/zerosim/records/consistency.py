@@ -13,13 +13,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from zerosim.bands import Band, Place
-from zerosim.ledger import EventKind, Phase
+from zerosim.counts import EventKind, Phase
 from zerosim.records import results as recorded
 from zerosim.records.files import ResultsError
 from zerosim.records.results import (
     Check,
     Difference,
     EventRecord,
+    Prediction,
     Results,
     SchemeRecord,
     Settings,
@@ -43,10 +44,12 @@ def contradictions(results: Results) -> Iterator[str]:
     """Everything in the results that cannot be, in words; the first is reason enough to refuse them."""
     settings = results.settings
     sizes = [fan_in * fan_out + fan_out for fan_in, fan_out in pairwise(settings.widths)]
-    if sum(sizes) != results.n_params or not sizes:
+    if (sizes and sum(sizes) != results.n_params) or not (sizes or settings.model):
         yield f"widths {settings.widths} make {sum(sizes):,} parameters, not {results.n_params:,}"
     if settings.seed < 0 or settings.model_seed < 0:
         yield f"a seed is 0 or more, not {min(settings.seed, settings.model_seed)}"
+    if not settings.batch and settings.data != recorded.OWN:
+        yield "a batch has one row or more"
     names = [record.name for record in results.schemes]
     if not names or len(set(names)) < len(names):
         yield f"a lab runs one or more schemes, each of another name; here are {names}"
@@ -74,19 +77,8 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
         elif sum(shortage.held.values()) + shortage.asked <= capacity:
             yield f"{shortage.asked:,} B more would have fitted on the {shortage.place} where it ran out of memory"
         yield from _bands("held at its end", [*shortage.held, shortage.band])
-    predicted = record.prediction
-    for what, bands in (
-        ("predicted at rest", predicted.resident),
-        ("predicted at the peak", predicted.peak),
-        ("predicted at the peak without activations", predicted.peak_without_activations),
-        ("predicted at rest on the host", predicted.host),
-        ("predicted at the peak on the host", predicted.host_peak),
-        *((f"predicted for {collective}", bands) for collective, bands in predicted.traffic.items()),
-        *((f"predicted out of a node for {name}", bands) for name, bands in predicted.node_outside.items()),
-        *((f"predicted for copies to the {place}", bands) for place, bands in predicted.copies.items()),
-    ):
-        yield from _bands(what, bands)
-    yield from _per_rank(settings.ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
+    if record.prediction is not None:
+        yield from _prediction(record.prediction, settings.ranks)
     for step in record.steps:
         yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings))
     if done and shortage is None and record.events:
@@ -98,6 +90,21 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
                 yield f"its log sends {_sent(record.events, name):,} B by {name}, its record {sent:,}"
     else:
         yield from _log(record.events)
+
+
+def _prediction(predicted: Prediction, ranks: int) -> Iterator[str]:
+    for what, bands in (
+        ("predicted at rest", predicted.resident),
+        ("predicted at the peak", predicted.peak),
+        ("predicted at the peak without activations", predicted.peak_without_activations),
+        ("predicted at rest on the host", predicted.host),
+        ("predicted at the peak on the host", predicted.host_peak),
+        *((f"predicted for {collective}", bands) for collective, bands in predicted.traffic.items()),
+        *((f"predicted out of a node for {name}", bands) for name, bands in predicted.node_outside.items()),
+        *((f"predicted for copies to the {place}", bands) for place, bands in predicted.copies.items()),
+    ):
+        yield from _bands(what, bands)
+    yield from _per_rank(ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
 
 
 def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
@@ -264,10 +271,11 @@ def _verdicts(results: Results) -> Iterator[str]:
         if len(losses) > len(orders) and not any(check == Check.SAME_TRAINING for check, _, _ in said):
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
-        peaks = sum(record.prediction.peak.values()), sum(record.prediction.host_peak.values())
-        fits = _fits(results.settings, *peaks)
+        if (predicted := record.prediction) is None:
+            continue
+        fits = _fits(results.settings, sum(predicted.peak.values()), sum(predicted.host_peak.values()))
         as_predicted = fits == (record.out_of_memory is None) and all(
-            _as_predicted(record, step) for step in record.steps
+            _as_predicted(predicted, step) for step in record.steps
         )
         if not as_predicted and (Check.AS_PREDICTED, record.name, ranks) not in said:
             yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
@@ -289,8 +297,7 @@ def _fits(settings: Settings, card: int, host: int) -> bool:
     return all(capacity is None or peak <= capacity for capacity, peak in needs)
 
 
-def _as_predicted(record: SchemeRecord, step: StepRecord) -> bool:
-    expected = record.prediction
+def _as_predicted(expected: Prediction, step: StepRecord) -> bool:
     sent = {(moved.collective, moved.band): {*moved.sent, *moved.received} for moved in step.traffic}
     wanted = {(name, band): {nbytes} for name, bands in expected.traffic.items() for band, nbytes in bands.items()}
     columns = zip(*(moved.padding for moved in step.traffic), strict=False)

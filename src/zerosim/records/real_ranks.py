@@ -64,6 +64,7 @@ class Settings(Record):
 
     ``batch`` is samples per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
     working copy. A run is one of ``rows``, one of ``collectives`` and one of ``precisions``.
+    ``model`` is the python path of what was trained instead of the MLP of these ``widths``, and
     ``schedule`` has further options of the training runs, by keyword.
     """
 
@@ -79,7 +80,8 @@ class Settings(Record):
     backend: str
     fault: Fault | None
     rows: list[Stage]
-    schedule: dict[str, int | str | bool | None] = msgspec.field(default_factory=dict)
+    model: str = ""
+    schedule: dict[str, int | float | str | bool | None] = msgspec.field(default_factory=dict)
 
     def options(self, precision: str) -> Options:
         """The options of the runs in that precision."""

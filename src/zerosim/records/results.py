@@ -18,6 +18,7 @@ from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.stages import Stage
 
 SCHEMA = "zerosim.lab/2"
+OWN = "your own"  # data that the lab has not drawn
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # bytes, operations, elements: what a reader can count
@@ -29,11 +30,14 @@ class Settings(Record):
     ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
     ``capacity`` is the bytes of a card, ``host_capacity`` those of the host for each rank, or None for no
     limit. ``node`` ranks are a group, and ``wire_params`` is what parameters are sent in, if it is not ``wire``.
+    ``data`` is ``OWN`` where the caller brought the batches: then the seeds say nothing, and ``batch`` is 0 if it
+    was not always the same. ``model`` names a model that ``widths`` do not describe, and ``others`` are the options
+    that no field has, in words.
     """
 
     ranks: Positive
-    steps: Positive
-    batch: Positive
+    steps: Count
+    batch: Count
     seed: int
     model_seed: int
     precision: str
@@ -45,6 +49,8 @@ class Settings(Record):
     node: Positive | None = None
     host_capacity: Positive | None = None
     wire_params: str | None = None
+    model: str = ""
+    others: dict[str, str] = msgspec.field(default_factory=dict)
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
@@ -168,10 +174,10 @@ class OutOfMemoryRecord(Record):
 
 
 class SchemeRecord(Record):
-    """One scheme's run: its row, every step measured, the prediction, and the events of the last step."""
+    """One scheme's run: its row, every step measured, the events of the last, and the prediction, if there is one."""
 
     row: Stage
-    prediction: Prediction
+    prediction: Prediction | None
     steps: list[StepRecord]
     events: list[EventRecord]
     out_of_memory: OutOfMemoryRecord | None
@@ -328,7 +334,10 @@ class Results(Record):
     def nothing_compared(self, check: str) -> str:
         """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
         if check == Check.SAME_TRAINING:
-            return "" if self.differences else "no two schemes completed a step"
+            alone = "there is one scheme" if len(self.schemes) == 1 else "no two schemes completed a step"
+            return "" if self.differences else alone
+        if all(record.prediction is None for record in self.schemes):
+            return "nothing was predicted; the closed forms know perceptrons, and the lab's options"
         completed = any(record.steps for record in self.schemes) or any(row.fits for row in self.sweep)
         return "" if completed else "no step was completed; that none would be is as predicted"
 

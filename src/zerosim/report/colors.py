@@ -32,6 +32,7 @@ BANDS: Mapping[str, str] = {
     Band.ACTIVATIONS: "#A79E96",
     Band.BUFFERS: "#B43C00",
     Band.BUCKET: "#9C606C",
+    Band.SCALES: "#1DC4F3",
 }
 PLACES: Sequence[str] = (
     "#8F8F8F", "#1860F0", "#DE6D12", "#8E4A8A", "#0C9CE4", "#B400C0", "#B43C00", "#787860",

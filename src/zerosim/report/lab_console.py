@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from zerosim.bands import WIRES
-from zerosim.ledger import Phase
+from zerosim.counts import Phase
 from zerosim.records.results import Check, Results
 from zerosim.report.tables import number_table, screen
 
@@ -28,7 +30,7 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
         + (f"; nodes of {settings.node}" if settings.node else "")
     )
     for table in (
-        _summary(results),
+        summary(results),
         _alike(results),
         _between_orders(results),
         *_bands(results, "at rest"),
@@ -45,12 +47,23 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
     _verdicts(results, out, console)
 
 
+def shown(results: Results) -> str:
+    """The table of the schemes and the verdicts, as text."""
+    console = Console(file=io.StringIO(), highlight=False, width=110)
+    console.print(summary(results))
+    for line in verdicts(results):
+        console.print(line)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
 def _compared(measured: int, predicted: int) -> str:
     """A measured count, marked where it is not what was predicted."""
     return f"{measured:,}" if measured == predicted else f"[red]{measured:,} (predicted {predicted:,})[/]"
 
 
-def _summary(results: Results) -> Table:
+def summary(results: Results) -> Table:
+    """A row for each scheme: what it holds and sends, and the last loss."""
     base = results.base()
     whole = sum(base.steps[-1].resident.values()) if base else None
     table = number_table(
@@ -122,6 +135,7 @@ def _bands(results: Results, when: str) -> Iterator[Table]:
     """Bands down, schemes across, some at a time: measured, and marked where the prediction is another."""
     columns = []
     for record, step in results.completed():
+        assert record.prediction is not None, "the lab runs nothing that the closed forms do not know"
         if when == "at rest":
             columns.append((record.name, step.resident, record.prediction.resident))
         else:
@@ -144,6 +158,7 @@ def _traffic(results: Results) -> Table:
         caption="The busiest rank's; every rank's was checked.",
     )  # fmt: skip
     for record, step in results.completed():
+        assert record.prediction is not None
         for moved in step.traffic:
             table.add_row(
                 record.name, moved.collective, moved.band, f"{moved.messages:,}", f"{max(moved.sent):,}",
@@ -163,6 +178,7 @@ def _links(results: Results) -> Table:
     if not (results.settings.node or any(record.row.offload for record in results.schemes)):
         return table
     for record, step in results.completed():
+        assert record.prediction is not None
         expected = record.prediction
         outside, copied = (
             sum(sum(bands.values()) for bands in links.values()) for links in (expected.node_outside, expected.copies)
@@ -188,6 +204,7 @@ def _work(results: Results) -> Table:
         + " Offloaded, the optimizer's are the host's." * any(record.row.offload for record in results.schemes),
     )  # fmt: skip
     for record, step in results.completed():
+        assert record.prediction is not None
         times = [
             sorted(sum(each.seconds.get(phase, 0.0) for phase in some) for each in record.steps) for some in phases
         ]
@@ -260,25 +277,31 @@ def _ablations(results: Results) -> Table:
 def _verdicts(results: Results, out: Path, console: Console) -> None:
     """The verdict of each check, the failures by name, and where everything was written."""
     console.print()
-    compared = len(results.differences)
+    for line in verdicts(results):
+        console.print(line)
+    console.print(
+        f"written to {out}/: report.html to look at, results.json, trace.json for Perfetto, and the figures",
+        markup=False,
+    )
+
+
+def verdicts(results: Results) -> Iterator[Text]:
+    """The verdict of each check, and the failures by name."""
     failed = {failure.check for failure in results.failures}
+    compared, each = len(results.differences), " and for every N" if results.sweep else ""
     for check, claim in (
         (
             Check.SAME_TRAINING,
             f"all schemes{' of one order' * bool(results.parting())} alike, bit for bit, on all ranks: "
             f"{compared} comparisons",
         ),
-        (Check.AS_PREDICTED, "every byte and FLOP as predicted, on every rank, in every step and for every N"),
+        (Check.AS_PREDICTED, f"every byte and FLOP as predicted, on every rank, in every step{each}"),
     ):
-        verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"
+        verdict, style = ("FAILS", "bold red") if check in failed else ("holds", "bold green")
         if check not in failed and (nothing := results.nothing_compared(check)):
-            verdict, claim = "nothing to compare", nothing
-        console.print(f"{check}: {verdict}: {claim}")
+            verdict, style, claim = "nothing to compare", "", nothing
+        yield Text.assemble(f"{check}: ", (verdict, style), f": {claim}")
     for failure in results.failures[:SHOWN_FAILURES]:
-        console.print(f"  {failure}", style="red", markup=False)
+        yield Text(f"  {failure}", style="red")
     if len(results.failures) > SHOWN_FAILURES:
-        console.print(f"  and {len(results.failures) - SHOWN_FAILURES:,} more, in results.json")
-    console.print(
-        f"written to {out}/: report.html to look at, results.json, trace.json for Perfetto, and the figures",
-        markup=False,
-    )
+        yield Text(f"  and {len(results.failures) - SHOWN_FAILURES:,} more, in results.json")

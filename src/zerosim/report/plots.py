@@ -9,7 +9,6 @@ No pyplot: figures are plain objects, so they need no display and no particular 
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from zerosim.report.figure_style import (
     FAINT,
     INK,
     each_value,
+    encoded,
     headline,
     label_end,
     legend,
@@ -52,11 +52,8 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
     """Write each figure to ``folder`` as NAME.png, whole or not at all. OSError if that cannot be."""
     paths = []
     for name, figure in figures.items():
-        content = io.BytesIO()
-        with styled():
-            figure.savefig(content, format="png", dpi=150)
         paths.append(folder / f"{name}.png")
-        write_whole(paths[-1], content.getvalue())
+        write_whole(paths[-1], encoded(figure, "png"))
     return paths
 
 

@@ -28,8 +28,9 @@ class Alike:
     """Keys of calls: two calls are alike if their keys are equal. One object for one run."""
 
     def __init__(self) -> None:
-        self._modules: dict[int, Hashable] = {}
-        self._objects: dict[int, tuple[Any, Hashable]] = {}  # the object too, so that no other takes its id
+        # By id, and the object itself too, so that no other takes its id.
+        self._modules: dict[int, tuple[torch.nn.Module, Hashable]] = {}
+        self._objects: dict[int, tuple[Any, Hashable]] = {}
 
     def key(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
         """What a call of ``module`` is alike to: calls with equal keys."""
@@ -45,7 +46,7 @@ class Alike:
 
     def _module(self, module: torch.nn.Module) -> Hashable:
         if id(module) not in self._modules:
-            self._modules[id(module)] = (
+            key = (
                 type(module),
                 tuple((name, *_tensor(each)) for name, each in module._parameters.items() if each is not None),
                 tuple((name, *_tensor(each)) for name, each in module._buffers.items() if each is not None),
@@ -56,7 +57,8 @@ class Alike:
                 ),
                 tuple((name, self._module(each)) for name, each in module._modules.items() if each is not None),
             )
-        return self._modules[id(module)]
+            self._modules[id(module)] = module, key
+        return self._modules[id(module)][1]
 
     def _value(self, value: Any) -> Hashable:
         if isinstance(value, _PLAIN):

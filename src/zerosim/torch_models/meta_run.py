@@ -57,10 +57,10 @@ class Run:
 
     def __init__(
         self, module: torch.nn.Module, units: Sequence[Unit], given: Sequence[torch.Tensor], checkpoint: str,
-        idle: bool = False,
+        idle: bool = False, writable: bool = False,
     ) -> None:  # fmt: skip
         self._module, self._units, self._checkpoint = module, units, checkpoint
-        self._idle = idle
+        self._idle, self._writable = idle, writable
         self.idle: list[Unit] = []  # units that the forward pass does not reach
         self.groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
         # What containers hold themselves is there from the beginning.
@@ -184,8 +184,17 @@ class Run:
             self._saved.know("", tensor)
         self.calls.append(call)
         self._around = call.around
+        if self._writable:  # what the containers write to in place is no leaf: it stands for the output
+            fresh = map_tensors(self._copied, fresh)
         self._outside = self._flops.total
         return fresh
+
+    def _copied(self, output: torch.Tensor) -> torch.Tensor:
+        if not output.requires_grad:
+            return output
+        copied = output.clone()
+        self._saved.know("", copied)
+        return copied
 
     def _measured(
         self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, there: Mapping[str, torch.Tensor]

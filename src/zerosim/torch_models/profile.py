@@ -69,11 +69,8 @@ def measure(
     given = tensors((args, kwargs))
     if not given:
         raise ValueError(f"measure(inputs): needs at least one tensor, the batch's x first; got {inputs!r}.")
-    run = Run(bare, partition(bare, wrap), given, checkpoint, idle=idle != "refused")
     try:
-        output = run.forward(args, kwargs)
-        wanted = _target(output, loss, target)
-        ending = run.loss(loss, output, wanted)
+        run, wanted, ending = _run(bare, wrap, given, checkpoint, idle, args, kwargs, loss, target)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"measure(module): {type(module).__name__} failed on the meta device, where tensors have shapes and no "
@@ -96,6 +93,24 @@ def measure(
     )
 
 
+def _run(
+    bare: torch.nn.Module, wrap: Wrap, given: list[torch.Tensor], checkpoint: str, idle: str, args: tuple[Any, ...],
+    kwargs: dict[str, Any], loss: Loss, target: Any,
+) -> tuple[Run, torch.Tensor, UnitShapes]:  # fmt: skip
+    """The run, the target, and what the loss comes to; anew where something between units writes in place."""
+    writable = False
+    while True:
+        run = Run(bare, partition(bare, wrap), given, checkpoint, idle=idle != "refused", writable=writable)
+        try:
+            output = run.forward(args, kwargs)
+            wanted = _target(output, loss, target)
+            return run, wanted, run.loss(loss, output, wanted)
+        except RuntimeError as error:
+            if writable or "in-place operation" not in str(error):
+                raise
+            writable = True
+
+
 def _idle(run: Run, groups: list[GroupShapes], idle: str) -> list[UnitShapes]:
     """Units that are not reached: what they have, no more. Frozen, their groups, unless others use them, are too."""
     found = []
@@ -109,7 +124,7 @@ def _idle(run: Run, groups: list[GroupShapes], idle: str) -> list[UnitShapes]:
     return found
 
 
-def _target(output: Any, loss: Loss, target: torch.Tensor | None) -> torch.Tensor:
+def _target(output: Any, loss: Loss, target: torch.Tensor | Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if target is not None:
         return (target(output) if callable(target) else target).to("meta")

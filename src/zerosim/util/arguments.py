@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import UnionType
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,11 @@ def integer(call: str, option: str, value: object, least: int = 1) -> int:
     return int(value)
 
 
+def as_array(value: Any) -> Any:
+    """A torch tensor as an array on the same memory, where it is on the CPU; anything else as it is."""
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+
+
 def divides(call: str, option: str, parts: int, rows: int) -> None:
     """Refuse a batch whose rows cannot be cut into equal micro-batches."""
     if rows % parts:
@@ -48,8 +54,13 @@ def divides(call: str, option: str, parts: int, rows: int) -> None:
 def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> tuple[Array, Array]:
     """The batch as x [ranks, B, width_in] and y [ranks, B, width_out], once it is known to be sound.
 
-    A batch is one (x, y) of finite float32 per rank, with the same number of rows B everywhere.
+    A batch is one (x, y) of finite float32 per rank, arrays or tensors, with the same number of rows B everywhere.
     """
+    if isinstance(batch, Sequence):
+        batch = [
+            (as_array(pair[0]), as_array(pair[1])) if isinstance(pair, (tuple, list)) and len(pair) == 2 else pair
+            for pair in batch
+        ]
     check_layout(batch, ranks, width_in, width_out)
     x, y = (np.stack([pair[index] for pair in batch]) for index in (0, 1))
     for what, whole in (("x", x), ("y", y)):

@@ -21,7 +21,8 @@ from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
 from zerosim.comm import Comm, Ring
-from zerosim.ledger import Ledger, Traffic
+from zerosim.counts import Traffic
+from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
 from zerosim.worlds.gloo import segments

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +30,7 @@ from zerosim.worlds.gloo import Op
 dist: Any = torch.distributed
 
 
+@runtime_checkable
 class Watch(Protocol):
     """Is told when a rank begins to wait for others, in an operation on so many bytes, and when that has ended."""
 

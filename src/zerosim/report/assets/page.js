@@ -448,7 +448,10 @@
       if (!runs.some(({ ranks }) => ranks === this.state.ranks)) this.state.ranks = largest;
       this.slot = 0;
       this.timer = 0;
-      for (const [value, text] of [...names.map((name) => [name, name]), ["", "all, in lockstep"]]) {
+      const choices = names.map((name) => [name, name]);
+      if (names.length > 1) choices.push(["", "all, in lockstep"]);
+      find("scale").hidden = names.length < 2;
+      for (const [value, text] of choices) {
         const input = make("input", { type: "radio", name: "scheme", value });
         input.checked = value === this.state.scheme;
         input.addEventListener("change", () => this.set({ scheme: value }));
@@ -995,7 +998,12 @@
     find("memory-of").addEventListener("change", memory);
     find("traffic-unit").addEventListener("change", traffic);
     find("difference-of").addEventListener("change", difference);
-    const all = () => [memory, traffic, loss, difference].forEach((chart) => chart());
+    // What was not run has no chart: other N, or schemes to compare with.
+    const drawn = { memory, traffic, loss, difference };
+    if (!data.sweep.length) for (const id of ["memory", "traffic"]) delete drawn[id];
+    if (Object.keys(data.losses).length < 2) delete drawn.difference;
+    for (const id of ["memory", "traffic", "difference"]) find(id).closest("figure").hidden = !(id in drawn);
+    const all = () => Object.values(drawn).forEach((chart) => chart());
     for (const query of [dark, narrow]) query.addEventListener("change", all);
     all();
   }

@@ -1,7 +1,6 @@
-"""What ZeRO predicts, as closed forms in exact integers for any N.
+"""The closed forms of what is held between steps, sent, copied and computed.
 
-Owns the formulas and their constants, stated from the papers and not read from the code that they are
-compared with: it shares only the bands' names and the rows with the rest. Never sees a run.
+Owns a job as the formulas see it, their constants, and all of them but the peaks'.
 
 Notation: N = D S ranks in D groups of S; a bucket of P parameters is padded to L = C N with
 C = ceil(P/N); a working copy takes b bytes per parameter, a block on the wire w. A state is cut into 1, S
@@ -14,19 +13,13 @@ or N pieces. Then, per rank,
   twice that (Patarasuk and Yuan 2009); which run how often, ``flows`` lists. So 2 (N-1) C w per bucket under
   data parallel, ZeRO-1 and -2, 3 (N-1) C w under ZeRO-3 (section 7); between nodes, per node, the same
   under ZeRO-3 and 2 (N-1) C w under hpZ (arXiv 2306.10209);
-* peak, activations left out: the resident bytes and, over the buckets, the largest of
-
-      2 w C              the ring's two blocks, under data parallel and ZeRO-1
-      b L + 2 w C        gradients not yet reduced, ZeRO-2; or a layer being gathered, ZeRO-3
-      b L + b L          a gathered layer and its gradients, in ZeRO-3's backward
-
-  With activations, kept copies, groups and micro-batches there are more: ``moments`` lists them.
+* what ranks tell each other, their rows or the sums of squares that make the norm, is an all-gather of a few
+  fp32 numbers, ``scalars``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -47,7 +40,7 @@ STATES: dict[str, dict[Band, int]] = {
 }
 WIRE = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK, SCALE = 256, 4  # elements that share a scale, and its bytes
-ACTIVATION = 4  # fp32
+ACTIVATION = FP32 = 4
 ADAM_OPERATIONS = 13  # per element: 3 for the first moment, 4 for the second, 6 for the update
 
 
@@ -69,7 +62,8 @@ class Job:
     """One run, as the formulas see it.
 
     ``buckets`` lists, for each flat buffer, the (fan-in, fan-out) of its linear layers; ``rows`` are those of
-    the batch that one rank has, in ``accumulate`` micro-batches.
+    the batch that one rank has, in ``accumulate`` micro-batches. ``clip``, ``loss_scale`` and ``uneven`` say
+    whether there is any; ``skipped`` that the step is, for a gradient that is not finite.
     """
 
     row: Stage
@@ -83,6 +77,10 @@ class Job:
     accumulate: int = 1
     sync: str | None = None
     wire_params: str | None = None
+    clip: bool = False
+    loss_scale: bool = False
+    uneven: bool = False
+    skipped: bool = False
 
     def sizes(self) -> list[int]:
         """P of each bucket: weights and biases."""
@@ -138,6 +136,17 @@ class Job:
         return self.shards(Band.GRADS) if self.sync is None else self.sync == "each"
 
 
+class Scalars(NamedTuple):
+    """What each member of a ring tells the others: under which tag, in which ring, and how many fp32 numbers."""
+
+    tag: str
+    ring: str
+    numbers: int
+
+    def nbytes(self) -> int:
+        return FP32 * self.numbers
+
+
 # -- what is held between steps
 
 
@@ -187,21 +196,36 @@ def flows(job: Job) -> list[Flow]:
         found += [Flow("all-gather", Band.PARAMS, home, 2 * k if job.stays is Over.ALL else k)]
     if params > 1 and job.stays is Over.GROUP:
         found += [Flow("all-gather", Band.PARAMS, "inner", k)]
-    if job.two_axes and optimizer == job.ranks:
+    if job.two_axes and optimizer == job.ranks and not job.skipped:
         found += [Flow("all-gather", Band.PARAMS, "outer", 1)]
-    if params == 1 < optimizer:
+    if params == 1 < optimizer and not job.skipped:
         found += [Flow("all-gather", Band.PARAMS, home, 1)]
     return [flow for flow in found if job.rings[flow.ring][0] > 1]
 
 
-def _block(job: Job, band: Band, elements: int) -> int:
+def scalars(job: Job) -> list[Scalars]:
+    """What ranks tell each other in a step: how many rows they have, and the sums of squares and a flag.
+
+    There are N sums for a bucket, of which each rank tells those of the pieces that its optimizer owns. Where
+    every rank has all of them, nobody tells any.
+    """
+    optimizer, told = job.cut(Band.MASTER), []
+    if job.uneven:
+        told.append(Scalars("rows", "all", 1))
+    if (job.clip or job.loss_scale) and optimizer > 1:
+        sums = len(job.buckets) * job.ranks // optimizer if job.clip else 0
+        told.append(Scalars("norm", "all" if optimizer == job.ranks else "inner", sums + 1))
+    return told
+
+
+def block(job: Job, band: Band, elements: int) -> int:
     """Bytes of a block in flight."""
     wire = job.wire_params or job.wire if band is Band.PARAMS else job.wire
     return WIRE[wire] * elements + (SCALE * -(-elements // INT8_BLOCK) if wire == "int8" else 0)
 
 
 def _sent(job: Job, flow: Flow) -> int:
-    return flow.hops(job) * sum(_block(job, flow.band, chunk * job.rings[flow.ring][1]) for chunk in job.chunks())
+    return flow.hops(job) * sum(block(job, flow.band, chunk * job.rings[flow.ring][1]) for chunk in job.chunks())
 
 
 def traffic(job: Job) -> dict[str, Bytes]:
@@ -210,6 +234,8 @@ def traffic(job: Job) -> dict[str, Bytes]:
     for flow in flows(job):
         bands = sent.setdefault(flow.collective, {})
         bands[flow.band] = bands.get(flow.band, 0) + _sent(job, flow)
+    for told in scalars(job) if job.ranks > 1 else ():
+        sent.setdefault("all-gather", {})[told.tag] = (job.rings[told.ring][0] - 1) * told.nbytes()
     return sent
 
 
@@ -224,6 +250,10 @@ def outside(job: Job) -> dict[str, dict[str, list[int]]]:
         for rank in range(job.ranks):
             edge = rank % job.group == 0 and job.group < job.ranks
             every[rank] += _sent(job, flow) * {"all": edge, "inner": False, "outer": True}[flow.ring]
+    for told in scalars(job) if job.ranks > 1 else ():
+        nbytes = (job.rings[told.ring][0] - 1) * told.nbytes()
+        outward = [told.ring == "all" and rank % job.group == 0 and job.group < job.ranks for rank in range(job.ranks)]
+        sent.setdefault("all-gather", {})[told.tag] = [nbytes * edge for edge in outward]
     return sent
 
 
@@ -232,6 +262,8 @@ def messages(job: Job) -> dict[str, int]:
     sent: Counter[str] = Counter()
     for flow in flows(job):
         sent[flow.collective] += flow.hops(job) * len(job.buckets)
+    for told in scalars(job) if job.ranks > 1 else ():
+        sent["all-gather"] += job.rings[told.ring][0] - 1
     return dict(sent)
 
 
@@ -248,7 +280,7 @@ def padding_sent(job: Job) -> list[int]:
         length, pads = several * chunk, []
         for index in range(n):
             real = length - _beyond(size, first + index, length)
-            pads.append(_block(job, flow.band, length) - _block(job, flow.band, real))
+            pads.append(block(job, flow.band, length) - block(job, flow.band, real))
         scattered, gathered = sum(pads) - pads[own], sum(pads) - pads[own - 1]
         both = {"reduce-scatter": scattered, "all-gather": gathered, "all-reduce": scattered + gathered}
         sent[rank] += flow.times * both[flow.collective]
@@ -262,10 +294,14 @@ def copies(job: Job) -> dict[tuple[str, str], int]:
     whole, grads, params = sum(job.chunks()) * job.ranks, job.states[Band.GRADS], job.states[Band.PARAMS]
     owned = whole // job.cut(Band.MASTER)
     reduced = job.accumulate if job.each and job.row.offloads(Band.GRADS) and not job.two_axes else 1
-    found: dict[tuple[str, str], int] = {("host", Band.GRADS): grads * owned * reduced}
+    found: dict[tuple[str, str], int] = {}
+    if job.row.offloads(Band.GRADS) or not job.skipped:
+        found["host", Band.GRADS] = grads * owned * reduced
     if job.row.offloads(Band.PARAMS):
         uses = job.accumulate * (2 if job.stays is Over.ALL else 1)
         return found | {("card", Band.PARAMS): params * whole // job.cut(Band.PARAMS) * uses}
+    if job.skipped:
+        return found
     if Band.MASTER not in job.states:  # the parameters are what is updated
         found["host", Band.PARAMS] = params * owned
     return found | {("card", Band.PARAMS): params * owned}
@@ -275,174 +311,13 @@ def flops(job: Job) -> dict[str, int]:
     """Floating-point operations per rank and step, by phase.
 
     Two per weight and row forward, four backward (but two in the first layer, whose input
-    needs no gradient); Adam's on everything that the rank updates, where that is.
+    needs no gradient); Adam's on everything that the rank updates, where that is, scaled and clipped.
     """
     products = [2 * job.rows * fan_in * fan_out for bucket in job.buckets for fan_in, fan_out in bucket]
-    updated = sum(job.chunks()) * job.ranks // job.cut(Band.MASTER)
+    updated = 0 if job.skipped else sum(job.chunks()) * job.ranks // job.cut(Band.MASTER)
+    scaled = job.clip or job.loss_scale  # one more operation as the optimizer reads
     return {
         "forward": sum(products),
         "backward": 2 * sum(products) - products[0],
-        "optimizer on the host" if job.row.offload else "optimizer": ADAM_OPERATIONS * updated,
+        "optimizer on the host" if job.row.offload else "optimizer": (ADAM_OPERATIONS + scaled) * updated,
     }
-
-
-# -- the highest instants
-
-
-def peak(job: Job) -> Bytes:
-    """The highest instant of a step on the card, activations and the batch included, by band."""
-    return _highest(moments(job))
-
-
-def peak_without_activations(job: Job) -> Bytes:
-    """The highest instant on the card of what scales with the parameters, by band."""
-    return _highest(moments(job), leave_out=Band.ACTIVATIONS)
-
-
-def host_peak(job: Job) -> Bytes:
-    """The host's highest instant, by band: what the optimizer reads and updates is copied there, bucket by bucket."""
-    instants = [host_resident(job)]
-    for chunk in job.chunks() if job.row.offload else ():
-        instants.append(here := Counter(host_resident(job)))
-        for band in (Band.GRADS,) if Band.MASTER in job.states else (Band.GRADS, Band.PARAMS):
-            if not job.row.offloads(band):
-                here[band] += job.states[band] * chunk * job.ranks // job.cut(Band.MASTER)
-    return _highest(instants)
-
-
-def _highest(instants: Iterable[Bytes], leave_out: str = "") -> Bytes:
-    best: Bytes = {}
-    for instant in instants:
-        here = {band: nbytes for band, nbytes in instant.items() if nbytes and band != leave_out}
-        if sum(here.values()) > sum(best.values()):  # strictly: the first of equals stands
-            best = here
-    return best
-
-
-def moments(job: Job) -> list[Bytes]:
-    """What a rank holds on its card, by band, at each instant of a step that can be the highest, in order."""
-    step = _Step(job)
-    for micro_batch in range(job.accumulate):
-        step.forward()
-        step.backward(first=micro_batch == 0, last=micro_batch == job.accumulate - 1)
-    step.update()
-    return step.instants
-
-
-class _Step:
-    """A step's holds on one rank's card, in bytes; to hold a negative number is to free."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.held = job, Counter[str](resident(job))
-        self.instants: list[Bytes] = [dict(self.held)]
-        self.whole = [chunk * job.ranks for chunk in job.chunks()]
-        self.full = [job.states[Band.PARAMS] * size if job.shards(Band.PARAMS) else 0 for size in self.whole]
-        self.unreduced = [job.states[Band.GRADS] * size for size in self.whole]
-        self.ends = job.buckets[0][0][0], job.buckets[-1][-1][1]  # the model's fan-in and fan-out
-        self.gathered: set[int] = set()
-        self.second: set[int] = set()  # buckets of which a second copy is kept
-
-    def hold(self, band: Band, nbytes: int) -> None:
-        self.held[band] += nbytes
-        if nbytes > 0:
-            self.instants.append(dict(self.held))
-
-    def activations(self, *widths: int) -> None:
-        for width in widths:
-            self.hold(Band.ACTIVATIONS, ACTIVATION * (self.job.rows // self.job.accumulate) * width)
-
-    def collective(self, ring: str, index: int, band: Band) -> None:
-        """While it runs, a rank has a block going and one coming."""
-        nbytes = 2 * _block(self.job, band, self.job.chunks()[index] * self.job.rings[ring][1])
-        self.hold(Band.BLOCKS, nbytes)
-        self.hold(Band.BLOCKS, -nbytes)
-
-    def gather(self, *buckets: int) -> None:
-        for index in buckets:
-            if index in self.gathered or not self.full[index]:
-                continue
-            self.gathered.add(index)
-            self.hold(Band.GATHERED, self.full[index])
-            from_host = self.job.row.offloads(Band.PARAMS) and index not in self.second
-            shard = from_host * self.full[index] // self.job.cut(Band.PARAMS)
-            self.hold(Band.GATHERED, shard)
-            home = "inner" if self.job.two_axes or index in self.second else "all"
-            self.collective(home, index, Band.PARAMS)
-            self.hold(Band.GATHERED, -shard)
-
-    def release(self, *buckets: int, backward: bool) -> None:
-        for index in self.gathered.intersection(buckets) if backward or self.job.stays else ():
-            shard = self.full[index] // self.job.group
-            if self.job.stays is Over.GROUP and not backward:
-                self.second.add(index)
-                self.hold(Band.SECONDARY, shard)
-            self.gathered.remove(index)
-            self.hold(Band.GATHERED, -self.full[index])
-            if backward and index in self.second:
-                self.second.remove(index)
-                self.hold(Band.SECONDARY, -shard)
-
-    def forward(self) -> None:
-        self.activations(*self.ends)
-        every, at_once = range(len(self.whole)), self.job.gather == "model"
-        for index in every:
-            self.gather(*every if at_once else [index])
-            self.activations(*(fan_out for _, fan_out in self.job.buckets[index]))
-            self.release(*() if at_once else [index], backward=False)
-        self.release(*every, backward=False)
-        self.activations(self.ends[1], -self.ends[1])  # the loss's gradient, beside the target: its last reader
-
-    def backward(self, *, first: bool, last: bool) -> None:
-        job, every, at_once = self.job, range(len(self.whole)), self.job.gather == "model"
-        apart = job.shards(Band.GRADS) or job.row.offloads(Band.GRADS)  # not written where gradients are kept
-        again = not job.each and not first  # added to what has been written, and freed
-        twice = job.each and not first and not job.two_axes  # reduced apart, and added to the average so far
-        for index in reversed(every):
-            self.gather(*every if at_once else [index])
-            unreduced = self.unreduced[index]
-            self.hold(Band.UNREDUCED, unreduced * (apart or again or twice))
-            for position, (fan_in, fan_out) in reversed(list(enumerate(job.buckets[index]))):
-                # Freed: the layer's output and, once its input's is there, the gradient of its output.
-                self.activations(-fan_out, fan_in if index or position else 0, -fan_out)
-            self.release(*() if at_once else [index], backward=True)
-            self.hold(Band.UNREDUCED, -unreduced * again)
-            if job.each or last:
-                self.reduce(index, unreduced * apart, first=first or not job.each, last=last)
-                self.hold(Band.UNREDUCED, -unreduced * (apart or twice))
-        self.release(*every, backward=True)
-        self.activations(-self.ends[0])
-
-    def reduce(self, index: int, unreduced: int, *, first: bool, last: bool) -> None:
-        """Of a bucket, of which so many bytes are apart; ``first`` says that nothing has been reduced before."""
-        job = self.job
-        if not job.two_axes:
-            average = self.unreduced[index] // job.ranks * (job.shards(Band.MASTER) and not first)
-            self.hold(Band.UNREDUCED, average)
-            if job.ranks > 1 or job.shards(Band.PARAMS):
-                self.collective("all", index, Band.GRADS)
-            self.hold(Band.UNREDUCED, -average)
-            return
-        partial = WIRE[job.wire] * self.whole[index] // job.group
-        self.hold(Band.PARTIAL, partial)
-        self.collective("inner", index, Band.GRADS)
-        self.hold(Band.PARTIAL, 0 if first else -partial)  # added to those before it
-        if last:
-            self.held[Band.UNREDUCED] -= unreduced
-            self.collective("outer", index, Band.GRADS)
-            self.held[Band.UNREDUCED] += unreduced
-            self.hold(Band.PARTIAL, -partial)
-
-    def update(self) -> None:
-        job, params = self.job, self.job.states[Band.PARAMS]
-        if job.cut(Band.PARAMS) == job.cut(Band.MASTER):
-            return
-        replicas_differ, whole = job.two_axes and job.cut(Band.MASTER) == job.ranks, job.cut(Band.PARAMS) == 1
-        staged = [params * size // job.group * (replicas_differ and whole) for size in self.whole]
-        for shard in staged:  # updated in pieces of pieces, which the replicas put together
-            self.hold(Band.GATHERED, shard)
-        for index, shard in enumerate(staged):
-            if replicas_differ:
-                self.collective("outer", index, Band.PARAMS)
-            if whole:
-                self.collective("inner" if job.two_axes else "all", index, Band.PARAMS)
-            self.hold(Band.GATHERED, -shard)
