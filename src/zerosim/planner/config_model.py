@@ -13,7 +13,8 @@ from typing import Any
 
 from zerosim.layers import Role
 from zerosim.planner import config_file, hf_inputs, hf_models, lora
-from zerosim.planner.model_source import ConfigFacts, Inputs
+from zerosim.planner.config_facts import Facts
+from zerosim.planner.model_source import Inputs
 from zerosim.records.plan import Finetuning
 from zerosim.torch_models.profile import measure
 from zerosim.torch_models.units import Wrap

@@ -14,7 +14,8 @@ import msgspec
 
 from zerosim.planner import shape_cache
 from zerosim.planner.batch_sizes import BatchSizes, compact
-from zerosim.planner.model_source import ConfigFacts, Prepared, Workload, too_large
+from zerosim.planner.config_facts import Facts
+from zerosim.planner.model_source import Prepared, Workload, too_large
 from zerosim.records.plan import Finetuning
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
