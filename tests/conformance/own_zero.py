@@ -85,7 +85,7 @@ class Zero:
 
     # -- one step
 
-    def train(self, loss_of, x: torch.Tensor, y: torch.Tensor) -> None:
+    def train(self, loss_of: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
         for some, wanted in zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True):
             loss = loss_of(self.net(some), wanted)
             (loss * self.scale).backward()
@@ -142,7 +142,7 @@ class Zero:
             unit.grad = None
 
     def overflowed(self) -> bool:
-        finite = all(bool(unit.grad.isfinite().all()) for unit in self.units)
+        finite = all(bool(unit.grad.isfinite().all()) for unit in self.units if unit.grad is not None)
         flag = torch.tensor([0.0 if finite else 1.0])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
