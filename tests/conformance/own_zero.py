@@ -6,6 +6,7 @@ r-th. ``bugs/bugs.toml`` has pieces of this file's source that become others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
