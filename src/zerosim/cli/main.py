@@ -10,13 +10,11 @@ from typing import Any
 
 import click
 
-from zerosim.cli.check import check
-from zerosim.cli.checkpoint import checkpoint
-from zerosim.cli.corroborate import corroborate
 from zerosim.cli.errors import Commands
 
 # Each command is the function of that name in the module of that name; beside it, what it first says of itself.
 SUMMARIES = {
+    "check": "Judge a recorded training of one's own again, without its ranks.",
     "checkpoint": "Look at checkpoints, cut them anew, or put the parameters into one file.",
     "corroborate": "Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.",
     "lab": "Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3, or other schemes, side by side and check them.",
@@ -56,7 +54,3 @@ class _LazyCommands(Commands):
 @click.version_option(package_name="zerosim", prog_name="zerosim")
 def main() -> None:
     """ZeRO made measurable: train on N virtual GPUs and count every byte held and sent."""
-
-
-for command in (lab, report, corroborate, plan, checkpoint, check):
-    main.add_command(command)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerosim.bands import Band, DType
-from zerosim.ledger import EventKind, Report
+from zerosim.counts import EventKind, Report
 from zerosim.options import Options
 from zerosim.planner import recipes
 from zerosim.planner.conventions import Convention, convention
