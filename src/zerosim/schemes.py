@@ -8,6 +8,7 @@ which world it runs: the ring that it is handed decides that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -163,12 +164,11 @@ class Scheme:
                     losses.append(self._micro_batch(each, total, last=index == len(micro_batches) - 1))
                 self._apply(report)
                 report.loss = report.mean_of_means = float(np.mean(np.concatenate(losses)))
-                report.losses = [float(np.mean(each)) for each in np.stack(losses, axis=1)]
+                report.losses = np.mean(np.stack(losses, axis=1), axis=1).tolist()
                 if total is not None:
                     shares = np.concatenate([each.weights for each in micro_batches])
                     report.loss = float(np.average(np.concatenate(losses), weights=shares))
-                padding = [bucket.padding(len(self.ring.ids)) for bucket in self.buckets]
-                report.padding = np.sum(padding, axis=0).tolist()
+                report.padding = self._padding.copy()
                 return report.loss
             except BaseException:
                 self._abandon()
@@ -279,6 +279,12 @@ class Scheme:
         for band, _, array in list(self.ranks.live()):
             if band not in LASTING:
                 self.ranks.free(array)
+
+    @cached_property
+    def _padding(self) -> list[int]:
+        """Bytes of padding that each rank here holds: states have the shapes that they were allocated with."""
+        held: list[int] = np.sum([bucket.padding(len(self.ring.ids)) for bucket in self.buckets], axis=0).tolist()
+        return held
 
     # -- what a user reads
 

@@ -123,7 +123,7 @@ class Run:
     def _end(self, error: OutOfMemory, step: int) -> None:
         self.out_of_memory = OutOfMemoryRecord(
             step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
-            place=error.place, on_card=_plain(error.ledger.held),
+            place=error.place, on_card=_plain(error.on_card),
         )  # fmt: skip
 
     def fits_predicted(self) -> bool:
