@@ -27,7 +27,8 @@ class OutOfMemory(MemoryError):
     """A hold would have passed the card's capacity. Nothing was allocated; the ledger stands as it was.
 
     Attributes: ``rank``, ``band``, ``unit`` (the layer), ``asked`` bytes, ``held`` bytes by
-    band, ``capacity`` bytes, the ``place`` that was full, and ``ledger``, the run's record up to here.
+    band, ``capacity`` bytes, the ``place`` that was full, what was held ``on_card`` whichever it was, and
+    ``ledger``, the run's record, which goes on.
 
     >>> import zerosim as zs
     >>> run = zs.ZeRO3(zs.MLP(), ranks=8, capacity=100_000)
@@ -45,6 +46,7 @@ class OutOfMemory(MemoryError):
         self.asked, self.capacity, self.ledger = asked, capacity, ledger
         there = ledger.held if place is Place.CARD else ledger.host
         self.held = {name: nbytes for name, nbytes in there.items() if nbytes}
+        self.on_card = {name: nbytes for name, nbytes in ledger.held.items() if nbytes}
         total, where = sum(self.held.values()), "the card" if place is Place.CARD else "its part of the host"
         held = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.held.items()) or "nothing"
         advice = "a higher stage or a larger card" if place is Place.CARD else "or offload less"

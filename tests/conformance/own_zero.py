@@ -6,15 +6,19 @@ r-th. ``bugs/bugs.toml`` has pieces of this file's source that become others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.distributed as dist
-from torch import nn
+import torch.distributed
+
+dist: Any = torch.distributed
 
 
 class Unit:
     """One module's parameters as a flat buffer, and what this rank keeps of it."""
 
-    def __init__(self, module: nn.Module, stage: int, rank: int, size: int) -> None:
+    def __init__(self, module: Any, stage: int, rank: int, size: int) -> None:
         self.module, self.params = module, list(module.parameters(recurse=False))
         self.numel = sum(param.numel() for param in self.params)
         self.chunk = -(-self.numel // size)
@@ -32,10 +36,10 @@ class Unit:
         self.master = self.shard if self.shard.dtype == torch.float32 else self.shard.float()
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
-        self.grad: torch.Tensor | None = None
+        self.grad: Any = None
         self.waiting = 0
 
-    def collect(self) -> torch.Tensor:
+    def collect(self) -> Any:
         """This rank's gradients, flat and padded; they are let go."""
         grads = torch.zeros_like(self.full) if self.full.untyped_storage().nbytes() else self.empty().zero_()
         start = 0
@@ -45,7 +49,7 @@ class Unit:
             start += param.numel()
         return grads
 
-    def empty(self) -> torch.Tensor:
+    def empty(self) -> Any:
         return torch.empty(len(self.full), dtype=self.full.dtype)
 
     def release(self) -> None:
@@ -59,7 +63,7 @@ class Zero:
     """Trains ``net`` in stage 0 to 3."""
 
     def __init__(
-        self, net: nn.Module, stage: int, *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        self, net: Any, stage: int, *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, decay: float = 0.0, accumulate: int = 1, max_norm: float = 0.0, scale: float = 1.0,
     ) -> None:  # fmt: skip
         self.net, self.stage = net, stage
@@ -67,6 +71,7 @@ class Zero:
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.accumulate, self.max_norm, self.scale = accumulate, max_norm, scale
         self.count = 0
+        self.ready = lambda: None  # called when the averages are there, before the update
         modules = [each for each in net.modules() if list(each.parameters(recurse=False))]
         self.units = [Unit(module, stage, self.rank, self.size) for module in modules]
         for unit in self.units:
@@ -81,7 +86,7 @@ class Zero:
 
     # -- one step
 
-    def train(self, loss_of, x: torch.Tensor, y: torch.Tensor) -> None:
+    def train(self, loss_of: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
         for some, wanted in zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True):
             loss = loss_of(self.net(some), wanted)
             (loss * self.scale).backward()
@@ -118,6 +123,7 @@ class Zero:
             return
         if self.max_norm:
             self.clip()
+        self.ready()
         self.count += 1
         for unit in self.units:
             self.update(unit)
@@ -137,13 +143,13 @@ class Zero:
             unit.grad = None
 
     def overflowed(self) -> bool:
-        finite = all(bool(unit.grad.isfinite().all()) for unit in self.units)
+        finite = all(bool(unit.grad.isfinite().all()) for unit in self.units if unit.grad is not None)
         flag = torch.tensor([0.0 if finite else 1.0])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
     def clip(self) -> None:
-        squares = sum(unit.grad.square().sum() for unit in self.units).reshape(1)
+        squares = torch.stack([unit.grad.square().sum() for unit in self.units]).sum().reshape(1)
         if self.stage > 0:
             dist.all_reduce(squares)
         coefficient = (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)

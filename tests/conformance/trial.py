@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,14 @@ def edited(edits: Sequence[tuple[str, str]]) -> Any:
     return module
 
 
-def train(rank: int, stage: int, case: dict[str, Any], hand_over: Callable[..., None] | None = None) -> Any:
+def train(rank: int, stage: int, case: Mapping[str, Any]) -> Any:
     """One case on this rank: the check that has watched it, not yet reported."""
+    warnings.filterwarnings("ignore", message="Full backward hook")
     own = edited([(case["old"], case["new"]), *case.get("also", [])] if "old" in case else [])
     options = dict(case.get("with", {}))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "mixed": torch.float16}[options.pop("precision", "fp32")]
     rows, steps = options.pop("rows", ROWS), options.pop("steps", STEPS)
-    uneven, hand = options.pop("uneven", False), options.pop("hand", [])
+    uneven, hand = options.pop("uneven", False), options.pop("hand", ["params"])
     net = network(rank if case.get("seeds") else 0, dtype)
     rule: Any = Adam(lr=options.get("lr", 1e-3))
     if options.get("decay"):
@@ -70,14 +72,21 @@ def train(rank: int, stage: int, case: dict[str, Any], hand_over: Callable[..., 
     checked = check(
         net, scheme=SCHEMES[stage], loss=loss, optimizer=rule, accumulate=options.get("accumulate", 1),
         clip=options.get("max_norm"), loss_scale=LossScale() if options.get("scale") else None, memory=False,
-        timeout=case.get("timeout", 20),
+        timeout=case.get("timeout", 60),
     )  # fmt: skip
     trainer = own.Zero(net, stage, **options)
-    for step, (x, y) in enumerate(batches(rank, steps, rows + rank if uneven else rows), start=1):
+
+    def hand_over(band: str, what: str) -> None:
+        for unit in trainer.units:
+            tensor = getattr(unit, what)
+            whole = len(tensor) == len(unit.full) or len(tensor) == unit.numel
+            checked.band(band, tensor, 0 if whole else rank * unit.chunk, of=unit.module)
+
+    if "grads" in hand:
+        trainer.ready = lambda: hand_over("grads", "grad")
+    for x, y in batches(rank, steps, rows + rank if uneven else rows):
         with checked.step(x, y, loss_scale=trainer.scale if options.get("scale") else None):
             trainer.train(loss, x.to(dtype), y)
-            if "params" in hand or (stage == 3 and "read" not in hand):
-                for unit in trainer.units:
-                    checked.band("params", unit.shard, rank * unit.chunk, of=unit.module)
-            del step
+            if stage == 3 and "params" in hand:
+                hand_over("params", "shard")
     return checked

@@ -33,7 +33,7 @@ class Variant(NamedTuple):
     name: str
     row: Stage
     build: Callable[[nn.Module], Callable[[Any, Any], None]]
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {}  # noqa: RUF012
     dtype: torch.dtype = torch.float32
     text: bool = False
 

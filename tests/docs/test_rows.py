@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from helpers import draw
 from zerosim import stages
 from zerosim.cli import main as cli
-from zerosim.ledger import Report
+from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.stages import ROWS, Stage
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from zerosim.planner import models, shape_cache
-from zerosim.planner.batch_sizes import MOST_ROWS, BatchSizes, compact
+from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.config_source import ConfigSource
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, Tensor, UnitShapes
 
@@ -33,23 +33,22 @@ def shapes(rows: int, *, bent: int = 0) -> ModelShapes:
 
 
 def test_a_size_that_is_tried_is_on_the_line_between_those_that_were_measured() -> None:
-    """However many are tried, three are measured; each is what measuring gives."""
+    """However many are tried, three are measured from one power of 8 to the next; each is what measuring gives."""
     measured: list[int] = []
     sizes = BatchSizes(lambda rows: measured.append(rows) or shapes(rows))  # type: ignore[func-returns-value]
-    sizes.at(5)
-    for rows in (1, 2, 17, 1000, MOST_ROWS):
+    for rows in (3, 5, 7, 17, 63, 40, 1000, 4000):
         assert sizes.tried(rows) == shapes(rows)
-    assert sorted(measured) == [1, 5, MOST_ROWS]
+    assert sorted(measured) == [1, 2, 8, 16, 64, 512, 1024, 4096]
 
 
 def test_where_there_is_no_line_each_size_is_measured() -> None:
     """Numbers that bend within the range, or a size that cannot be measured at all."""
     bent = BatchSizes(lambda rows: shapes(rows, bent=100))
-    assert bent.tried(37) == shapes(37, bent=100)
-    assert bent.tried(1000) == shapes(1000, bent=100)
+    for rows in (37, 90, 99, 101, 300, 1000):
+        assert bent.tried(rows) == shapes(rows, bent=100)
 
     def small(rows: int) -> ModelShapes:
-        if rows > 1000:
+        if rows > 40:
             raise ValueError("too large")
         return shapes(rows)
 
@@ -125,7 +124,7 @@ def test_a_second_question_loads_no_torch(tmp_path: Path, monkeypatch: pytest.Mo
     config = str(CONFIGS / "mlc--smollm2_135m.json")
     code = (
         "import sys; from click.testing import CliRunner; from zerosim.cli.plan import plan\n"
-        f"r = CliRunner().invoke(plan, [{config!r}, '--seq', '16', '--json', '-', *sys.argv[1:]])\n"
+        f"r = CliRunner().invoke(plan, [{config!r}, '--seq', '512', '--json', '-', *sys.argv[1:]])\n"
         "print(r.exit_code, *{'torch', 'transformers'} & set(sys.modules))"
     )
 
@@ -133,8 +132,8 @@ def test_a_second_question_loads_no_torch(tmp_path: Path, monkeypatch: pytest.Mo
         done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    assert set(ask("--gpus", "2", "--memory", "4GB").split()) == {"0", "torch", "transformers"}
-    assert ask("--gpus", "5", "--card", "A100-40GB", "--scheme", "zero1") == "0"
+    assert set(ask("--gpus", "2", "--memory", "4GB", "--scheme", "zero2").split()) == {"0", "torch", "transformers"}
+    assert ask("--gpus", "5", "--memory", "3GB", "--scheme", "zero1", "--convention", "deepspeed") == "0"
 
 
 def test_the_cache_forgives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

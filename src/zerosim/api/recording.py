@@ -72,7 +72,7 @@ def shortage(error: OutOfMemory, step: int) -> OutOfMemoryRecord:
     """Where memory ran out, and what was asked for."""
     return OutOfMemoryRecord(
         step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
-        place=error.place, on_card={band: nbytes for band, nbytes in error.ledger.held.items() if nbytes},
+        place=error.place, on_card=error.on_card,
     )  # fmt: skip
 
 

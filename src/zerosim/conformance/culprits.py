@@ -6,7 +6,7 @@ Owns the naming of the rank, of the parameter and of the elements. Must not know
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,7 +99,7 @@ def _alike(wrong: Wrong, one: int, other: int, where: Array) -> bool:
     return bool(np.array_equal(a, b, equal_nan=True)) and bool((wrong.mask[one] == wrong.mask[other])[both].all())
 
 
-def listed(ranks: Iterable[int]) -> str:
+def listed(ranks: Iterable[Any]) -> str:
     """Ranks as text: ``"0, 1 and 3"``."""
     names = [str(int(rank)) for rank in ranks]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -34,8 +34,27 @@ def of_gradients(e: Evidence, wrong: Wrong, who: Culprit) -> tuple[Named, Culpri
 
         return Trial(Named(fault.cause, fault.text), of)
 
+    seen = wrong.values[who.shown_by][wrong.mask[who.shown_by]].astype(np.float64)
     found = _best(e, wrong, who, map(trial, of_gradient(e)))
-    return found or (oddities(wrong.values[who.shown_by][wrong.mask[who.shown_by]]) or UNKNOWN, who)
+    found = found or _best(e, wrong, who, map(trial, _by_one_factor(e, seen, wrong.mask[who.shown_by])))
+    return found or (oddities(seen) or UNKNOWN, who)
+
+
+def _by_one_factor(e: Evidence, seen: Array, mask: Array) -> Iterator[OfGradient]:
+    """Everything is the same number of times too large or too small."""
+    right = e.clipped.middle[mask]
+    large = np.abs(right) >= np.median(np.abs(right))
+    ratios = seen[large] / right[large]
+    factor = float(np.median(ratios)) if len(ratios) else 0.0
+    if not np.isfinite(factor) or factor == 0:
+        return
+    cause, text = Cause.AVERAGE, f"It is {factor:.4g} times what it must be."
+    if e.recipe.clip is not None and 0 < factor * e.clip.middle <= 1:
+        norm = e.recipe.clip / (factor * e.clip.middle)
+        text = f"It is clipped by a norm of {norm:.4g}; it is {e.clip.norm:.4g}. Does padding count, or a part twice?"
+        cause = Cause.CLIPPING
+    values = e.clipped.middle * factor
+    yield OfGradient(cause, text, lambda index, _: values[index])
 
 
 def of_parameters(e: Evidence, wrong: Wrong, who: Culprit, *, gradients_right: bool) -> tuple[Named, Culprit]:

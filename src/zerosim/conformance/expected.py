@@ -13,7 +13,7 @@ import torch
 
 from zerosim.bands import PRECISIONS
 from zerosim.conformance.seen import leaves, sliced
-from zerosim.ledger import EventKind
+from zerosim.counts import EventKind
 from zerosim.optimizer import SGD, Adam
 from zerosim.records.conformance import Expected, Parameter, Recipe, Rule
 from zerosim.schemes import Scheme

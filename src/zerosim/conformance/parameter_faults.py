@@ -134,7 +134,8 @@ def not_updated(e: Evidence, wrong: Wrong, who: Culprit) -> Named:
     """The values are still those from before the update."""
     anywhere, bad = wrong.mask.any(0), wrong.mask.any(1)
     changed = e.mask & wrong.known.any(0) & (np.abs(wrong.expected.middle - e.theta[0].astype(np.float64)) > 0)
-    if who.alike:
+    same = all((mask == wrong.mask[0]).all() for mask in wrong.mask)
+    if who.alike or same:
         if (changed & ~anywhere).sum() < 0.02 * max(1, changed.sum()):
             return Named(Cause.STEP, f"{OLD}: nothing was updated.")
         owners = np.unique(e.owner[anywhere])
@@ -142,6 +143,8 @@ def not_updated(e: Evidence, wrong: Wrong, who: Culprit) -> Named:
         if len(owners) == 1 and owners[0] >= 0 and (anywhere & chunk).sum() >= 0.9 * chunk.sum():
             text = f"{OLD}: rank {owners[0]} has not updated its chunk, or gave the others its old one."
             return Named(Cause.STEP, text)
+        if not e.row.optimizer:
+            return Named(Cause.STEP, f"{OLD}: no rank updates them. The optimizer leaves them out.")
         return Named(Cause.BOUNDS, f"{OLD}: no rank updates them. The shards leave them out.")
     if bad.sum() > 1:
         text = "what other ranks have updated did not arrive. Gather the parameters after the update, and wait for it."

@@ -6,7 +6,7 @@ user's own affair. Must not know values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 
@@ -39,43 +39,50 @@ class Volume:
         if self.expected.unknown:
             return None
         asked = [each for one in seen for each in one.asked if _counts(each)]
-        by_kind: dict[Kind, Fraction] = {}
-        nbytes: dict[Kind, Fraction] = {}
+        elements: dict[str, Fraction] = {}
+        nbytes: dict[str, Fraction] = {}
         for each in asked:
-            by_kind[each.kind] = by_kind.get(each.kind, Fraction(0)) + sent(each) / self.ranks
-            nbytes[each.kind] = nbytes.get(each.kind, Fraction(0)) + sent(each) * ITEM[each.dtype] / self.ranks
-        total = sum(by_kind.values(), Fraction(0))
-        logical = Fraction(sum(self.expected.logical.values()))
-        most = max(Fraction(sum(self.expected.elements.values())), logical * self._padded)
-        item = next((ITEM[each.dtype] for each in asked), 4)
-        should = sum(self.expected.elements.values()) * item
+            kind = str(each.kind)
+            elements[kind] = elements.get(kind, Fraction(0)) + sent(each) / self.ranks
+            nbytes[kind] = nbytes.get(kind, Fraction(0)) + sent(each) * ITEM[each.dtype] / self.ranks
+        total, should = sum(elements.values(), Fraction(0)), sum(self.expected.elements.values())
         listed = ", ".join(f"{kind} {_bytes(count)}" for kind, count in nbytes.items() if count)
         kernel = max((one.kernel for one in seen if one.kernel is not None), default=None)
         beside = "" if kernel is None else f"; the kernel counted {kernel:,} B on the busiest rank"
-        text = f"{_bytes(sum(nbytes.values(), Fraction(0)))} B per rank where {self.name} sends {should:,}"
-        if total > most:
-            hint = self._hint(by_kind, nbytes)
+        item = next((ITEM[each.dtype] for each in asked), 4)
+        text = f"{_bytes(sum(nbytes.values(), Fraction(0)))} B per rank where {self.name} sends {should * item:,}"
+        if hint := self._too_much(elements, nbytes):
             return Finding(
-                seen[0].step, EVERY, "volume", Cause.VOLUME,
-                f"asks to send {text}: {listed}{hint}{beside}.",
-                wrong=int(total - most), total=int(most),
+                seen[0].step, EVERY, "volume", Cause.VOLUME, f"asks to send {text}: {listed} ({hint}){beside}.",
+                wrong=int(total - should), total=should,
             )  # fmt: skip
         calls = len([each for each in seen[0].asked if _counts(each) and each.kind is not Kind.RECEIVE])
         usual = sum(self.expected.collectives.values())
         said = f"asked: {text}: {listed or 'nothing'}, in {calls} calls (the schedule's: {usual}){beside}"
-        if total < logical:
+        if total < sum(self.expected.logical.values()):
             said += "; less, which is right where it keeps what was gathered, or reduces once"
         self.held = [said, *self.held_lines(seen)]
         return None
 
-    def _hint(self, by_kind: dict[Kind, Fraction], nbytes: dict[Kind, Fraction]) -> str:
-        reduced = by_kind.get(Kind.ALL_REDUCE, Fraction(0))
-        if reduced and "reduce-scatter" in self.expected.elements and Kind.REDUCE_SCATTER not in by_kind:
-            return f" (of the all-reduce a reduce-scatter would be {_bytes(nbytes[Kind.ALL_REDUCE] / 2)})"
-        for kind, count in by_kind.items():
-            wanted = self.expected.elements.get(str(kind), 0)
-            if wanted and count >= 2 * wanted * Fraction(95, 100):
-                return f" (the {kind} {float(count / wanted):.3g} times)"
+    def _too_much(self, elements: dict[str, Fraction], nbytes: dict[str, Fraction]) -> str:
+        """In which direction more is sent than the scheme needs, however it is padded; nothing if in none."""
+        numbers = {name: Fraction(count) for name, count in self.expected.elements.items()}
+        logical = {name: Fraction(count) for name, count in self.expected.logical.items()}
+        for name, other in (("reduce", "reduce-scatter"), ("gather", "all-gather")):
+            asked, most = (_directions(each)[name] for each in (elements, numbers))
+            most = max(most, _directions(logical)[name] * self._padded)
+            if asked <= most:
+                continue
+            reduced = nbytes.get("all-reduce", Fraction(0))
+            if reduced and name == "gather" and "reduce-scatter" in numbers and "reduce-scatter" not in elements:
+                return f"of the all-reduce a reduce-scatter would be {_bytes(reduced / 2)}"
+            usual = _directions(numbers)[name]
+            if usual and asked >= Fraction(19, 10) * usual:
+                which = next((kind for kind in elements if kind in (other, "all-reduce")), other)
+                return f"the {which} {float(asked / usual):.3g} times"
+            return f"more is {'reduced' if name == 'reduce' else 'gathered'} than is needed"
+        if sum(elements.values()) > max(sum(numbers.values()), sum(logical.values()) * self._padded):
+            return "more than the scheme needs"
         return ""
 
     def held_lines(self, seen: Sequence[Seen]) -> list[str]:
@@ -110,6 +117,16 @@ def per_parameter(row: Stage, recipe: Recipe, rules: Iterable[Rule], ranks: int)
         pieces = row.piece(band, 0, ranks, recipe.node)[1]
         each["" if pieces == 1 else "/N" if pieces == ranks else "/S"] += dtypes[band].itemsize
     return " + ".join(f"{nbytes}{over}" for over, nbytes in each.items() if nbytes)
+
+
+def _directions(elements: Mapping[str, Fraction]) -> dict[str, Fraction]:
+    """What is sent to be summed, and what to be copied; an all-reduce is half of each. Other messages are neither."""
+    nothing = Fraction(0)
+    both = elements.get("all-reduce", nothing) / 2
+    return {
+        "reduce": both + elements.get("reduce-scatter", nothing) + elements.get("reduce", nothing),
+        "gather": both + elements.get("all-gather", nothing) + elements.get("broadcast", nothing),
+    }
 
 
 def _counts(asked: Asked) -> bool:

@@ -113,9 +113,9 @@ class Run:
         try:
             self.scheme.step(batch)
         except OutOfMemory as error:
-            self._end(error, len(self._all_reports()))
+            self._end(error, self._all_reports()[-1].step)
         else:
-            step = len(self.reports)
+            step = self.scheme.steps  # of which not all reports need be kept
             self._plain.reach(step, batch)
             self.failures += compare.against_plain(self.scheme, self._plain, step)
             self.failures += compare.audit(self.scheme, self.reports[-1], self.job)
@@ -123,7 +123,7 @@ class Run:
     def _end(self, error: OutOfMemory, step: int) -> None:
         self.out_of_memory = OutOfMemoryRecord(
             step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
-            place=error.place, on_card=_plain(error.ledger.held),
+            place=error.place, on_card=_plain(error.on_card),
         )  # fmt: skip
 
     def fits_predicted(self) -> bool:

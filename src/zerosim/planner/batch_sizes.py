@@ -1,9 +1,9 @@
-"""Shapes at any micro-batch from three that were measured, so that a search over sizes runs the model three times.
+"""Shapes at any micro-batch from a few that were measured, so that a search over sizes need not run each of them.
 
 Owns the straight line between measured sizes and the proof that it is one. Every number of a
 record (a side of a tensor, FLOPs, the most bytes of scratch memory) is a sum, or the larger, of amounts
 that are fixed or grow with the rows: a convex function of them. One that lies on the line between
-its values at the ends somewhere in between lies on it everywhere. Must not know what is measured.
+its values at two ends somewhere in between lies on it everywhere in between. Must not know what is measured.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import msgspec
 from zerosim.layers import Role
 from zerosim.worlds.shapes import ModelShapes, Tensor, UnitShapes
 
-MOST_ROWS = 65_536  # the far end, and the largest micro-batch that is searched for
+MOST_ROWS = 65_536  # the largest micro-batch that is searched for
+SPAN = 8  # from one end of a line to the other
 
 Measure = Callable[[int], ModelShapes]
 
 
 class BatchSizes:
-    """What ``measure`` gives for any number of rows, up to ``MOST_ROWS``: measured, or on the line if it is one.
+    """What ``measure`` gives for any number of rows: measured, or on the line between measured ends if it is one.
 
-    ``at`` measures, ``tried`` may answer from the line.
+    ``at`` measures, ``tried`` may answer from a line.
     """
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
         self._measured: dict[int, ModelShapes] = {}
-        self._straight: bool | None = None
+        self._straight: dict[int, bool] = {}
 
     def at(self, rows: int) -> ModelShapes:
         """The shapes of micro-batches of so many rows, measured."""
@@ -39,29 +40,32 @@ class BatchSizes:
         return self._measured[rows]
 
     def tried(self, rows: int) -> ModelShapes:
-        """The same, from the line between 1 and ``MOST_ROWS`` rows where that is what is measured in between."""
+        """The same, from the line between two powers of ``SPAN`` if what is measured in between is on it."""
         if rows in self._measured:
             return self._measured[rows]
-        if self._straight is None:
-            self._straight = self._on_a_line()
-        found = self._between(rows) if self._straight and rows <= MOST_ROWS else None
-        return self.at(rows) if found is None else found
+        low = 1
+        while low * SPAN <= rows:
+            low *= SPAN
+        for start in {low, 1, SPAN}:  # those that are likely to be asked about later are measured with the first
+            if start not in self._straight:
+                self._straight[start] = self._on_a_line(start)
+        return self._between(low, rows) if self._straight[low] else self.at(rows)
 
-    def _on_a_line(self) -> bool:
-        between = next((rows for rows in self._measured if 1 < rows < MOST_ROWS), 2)
+    def _on_a_line(self, low: int) -> bool:
         try:
-            measured = self.at(between)
-            self.at(1), self.at(MOST_ROWS)
-        except (ValueError, ArithmeticError, RuntimeError):  # too large for some operation: then each size by itself
-            return False
-        return self._between(between) == measured
+            self.at(low), self.at(low * SPAN)
+            if self._between(low, 2 * low) == self.at(2 * low):
+                return True
+            if low == 1:  # the sizes that most searches end among: measured while what measures is loaded
+                for rows in range(1, SPAN):
+                    self.at(rows)
+        except (ValueError, ArithmeticError, RuntimeError, _Off):  # no line, or too large for some operation
+            pass
+        return False
 
-    def _between(self, rows: int) -> ModelShapes | None:
-        low, high = (msgspec.to_builtins(self._measured[end]) for end in (1, MOST_ROWS))
-        try:
-            return msgspec.convert(_line(low, high, rows - 1, MOST_ROWS - 1), ModelShapes)
-        except _Off:
-            return None
+    def _between(self, low: int, rows: int) -> ModelShapes:
+        left, right = (msgspec.to_builtins(self._measured[end]) for end in (low, low * SPAN))
+        return msgspec.convert(_line(left, right, rows - low, low * SPAN - low), ModelShapes)
 
 
 class _Off(Exception):

@@ -75,8 +75,8 @@ def bounded(values: Mapping[str, Any], where: str) -> None:
         most = LAYERS if "layer" in name else EXPERTS if "experts" in name else LARGEST
         least = 1 if name in NEEDED else 0
         for each in value if isinstance(value, list) else [value]:
-            if each is None or isinstance(each, dict):
-                continue
+            if each is None or isinstance(each, dict) or (isinstance(each, float) and least <= each <= most):
+                continue  # of floats transformers says what it takes
             if isinstance(each, (bool, str)) or not isinstance(each, int) or not least <= each <= most:
                 raise ValueError(
                     f"{CALL}: {key} is a positive integer, at most {most:,}; {where} has {each!r}. Correct it."

@@ -14,11 +14,31 @@ import msgspec
 
 from zerosim.planner import shape_cache
 from zerosim.planner.batch_sizes import BatchSizes, compact
-from zerosim.planner.model_source import ConfigFacts, Prepared, Workload, too_large
+from zerosim.planner.model_source import Prepared, Workload, too_large
 from zerosim.records.plan import Finetuning
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a model whatever is asked of it.
+
+    ``name`` is the class; ``most`` the tokens of a row that it was made for, and ``table`` whether it has no positions
+    beyond; ``length`` whether its rows have a length at all; ``attention`` and ``call`` say how it runs: the
+    implementation, and which of the things that it may be called with. ``runs`` is False where it can't
+    be run on shapes: then only its parameters are known.
+    """
+
+    name: str
+    most: int | None
+    table: bool
+    length: bool
+    attention: str
+    call: int
+    largest_module: int
+    notes: tuple[str, ...]
+    runs: bool = True
 
 
 class ConfigSource:
@@ -38,14 +58,14 @@ class ConfigSource:
         )
         self._own_notes = notes
         self._sizes: dict[tuple[int | None, str, str, str, str], BatchSizes] = {}
-        self._found: ConfigFacts | None = None
+        self._found: Facts | None = None
         self._model: Any = None  # what torch has of it, once that was needed
 
     @property
-    def facts(self) -> ConfigFacts:
+    def facts(self) -> Facts:
         """What is known of it, kept or from a first run. ValueError, with what would work, if it can't be run."""
         if self._found is None:
-            self._found = shape_cache.load(self._content, ConfigFacts)
+            self._found = shape_cache.load(self._content, Facts)
         if self._found is None:
             self._found = self._torch().facts
             shape_cache.save(self._content, self._found)

@@ -53,7 +53,6 @@ class Convention:
     ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded;
     ``left_out`` what the system does that is not counted. ValueError for a precision that there is not.
 
-    >>> from zerosim.stages import ZeRO3
     >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
     1
     """

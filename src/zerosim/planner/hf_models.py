@@ -73,13 +73,18 @@ def keys_and_values(kind: str) -> Iterator[None]:
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """Within the block rows are sequences of their own: transformers does not look, which would take values."""
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    """Within the block rows are sequences of their own, unpadded: transformers does not look, for it has no values."""
+    looks = (masking_utils, "find_packed_sequence_indices"), (
+        transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask",
+    )  # fmt: skip
+    before = [getattr(place, name) for place, name in looks]
     try:
+        for place, name in looks:
+            setattr(place, name, lambda *_: None)
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = before
+        for (place, name), own in zip(looks, before, strict=True):
+            setattr(place, name, own)
 
 
 class TextPart(torch.nn.Module):  # type: ignore[misc]

@@ -39,11 +39,11 @@ FAULTS = {
 PROCESS, SOCKETS, NAMESPACE = "process", "sockets", "namespace"  # meters
 START, LOSSES, BITS, BYTES, MEMORY = "start", "losses", "bits", "bytes", "memory"
 CHECKS = {
-    START: "every rank begins with the simulator's states",
-    LOSSES: "every rank's loss is the simulator's, to the last bit",
-    BITS: "every rank holds what the simulator says, after every step, as raw bits",
-    BYTES: "what was sent is the same by every count of it, and none is unexplained",
-    MEMORY: "every rank holds what the simulator says, band by band, at rest and at the peak",
+    START: "every rank begins with the simulator's bits",
+    LOSSES: "every rank's loss is the simulator's",
+    BITS: "every rank holds the simulator's bits after every step",
+    BYTES: "what is sent is the same by every count, none unexplained",
+    MEMORY: "every rank holds the simulator's bytes, at rest and at the peak",
 }
 """What is checked, in the order in which a failure of one can cause failures of the next."""
 WORKING = "working"

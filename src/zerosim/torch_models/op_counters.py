@@ -53,6 +53,8 @@ class Fused(TorchFunctionMode):  # type: ignore[misc]
             answer = _dropped(*args, **kwargs)
             if answer is not None:
                 return answer
+        if func is torch.rand and args in (((),), ([],)) and "device" not in kwargs:
+            return torch.ones((), device="cpu")  # a number that a layer is dropped by: it is not
         return func(*args, **kwargs)
 
 
