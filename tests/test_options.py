@@ -395,7 +395,7 @@ class Scale:
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Array, given: Pass) -> Array | None:
-        (x, y), (params, work, grads, need_dx, *_) = saved, given
+        (x, y), (params, work, grads, need_dx) = saved, given[:4]
         weight = params[0] if isinstance(params, list) else params
         work.free(y)
         grads[:, : self.width] = (dy * x).sum(axis=1)

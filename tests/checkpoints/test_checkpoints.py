@@ -22,6 +22,7 @@ from zerosim.cli.main import main
 from zerosim.model import MLP
 from zerosim.optimizer import AdamW, ParamGroup, Schedule
 from zerosim.options import LossScale
+from zerosim.records.files import write_whole
 from zerosim.schemes import DP, Scheme, ZeRO3
 from zerosim.stages import HFSDP, HPZ, HSDP, ROWS, Stage
 
@@ -182,7 +183,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: py
     before = states(scheme)
     [batch] = batches(4, 1, widths=WIDTHS)
     scheme.step(batch)
-    write, calls = files.write_whole, []
+    write, calls = write_whole, []
 
     def full(path: Path, content: bytes) -> None:
         calls.append(path)

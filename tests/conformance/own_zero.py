@@ -82,7 +82,7 @@ class Zero:
     # -- one step
 
     def train(self, loss_of, x: torch.Tensor, y: torch.Tensor) -> None:
-        for some, wanted in zip(x.chunk(self.accumulate), y.chunk(self.accumulate)):
+        for some, wanted in zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True):
             loss = loss_of(self.net(some), wanted)
             (loss * self.scale).backward()
         self.step()

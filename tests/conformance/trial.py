@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from zerosim.conformance import AdamW, check
+from zerosim.conformance import check
 from zerosim.optimizer import Adam
+from zerosim.options import LossScale
 from zerosim.schemes import SCHEMES
 
 SOURCE = Path(__file__).with_name("own_zero.py")
@@ -63,12 +64,12 @@ def train(rank: int, stage: int, case: dict[str, Any], hand_over: Callable[..., 
     rows, steps = options.pop("rows", ROWS), options.pop("steps", STEPS)
     uneven, hand = options.pop("uneven", False), options.pop("hand", [])
     net = network(rank if case.get("seeds") else 0, dtype)
-    rule = Adam(lr=options.get("lr", 1e-3))
+    rule: Any = Adam(lr=options.get("lr", 1e-3))
     if options.get("decay"):
-        rule = AdamW(lr=options.get("lr", 1e-3), weight_decay=options["decay"])
+        rule = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=options["decay"])
     checked = check(
         net, scheme=SCHEMES[stage], loss=loss, optimizer=rule, accumulate=options.get("accumulate", 1),
-        clip=options.get("max_norm"), loss_scale="dynamic" if options.get("scale") else None, memory=False,
+        clip=options.get("max_norm"), loss_scale=LossScale() if options.get("scale") else None, memory=False,
         timeout=case.get("timeout", 20),
     )  # fmt: skip
     trainer = own.Zero(net, stage, **options)

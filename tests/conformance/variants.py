@@ -17,9 +17,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from zerosim.conformance import AdamW, check
+from zerosim.conformance import check
 from zerosim.optimizer import SGD, Adam
-from zerosim.stages import DP, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.stages import DP, Stage, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
 from zerosim.torch_models.demo import Block, Decoder
 
 STEPS, ROWS = 3, 6
@@ -411,7 +411,7 @@ def fsdp(reshard: bool = True, **policy: Any) -> Any:
     return build
 
 
-DECAYED = {"optimizer": AdamW(lr=LR, weight_decay=0.1)}
+DECAYED = {"rule": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=0.1)}
 VARIANTS = (
     Variant("sum, then divide", DP, plainly(adam(), summed)),
     Variant("multiply, then sum", DP, plainly(adam(foreach=False), scaled_first)),
@@ -428,11 +428,22 @@ VARIANTS = (
     Variant("all-to-all", ZeRO1, by_all_to_all),
     Variant("whole tensors, reduce and broadcast", ZeRO1, whole_tensors),
     Variant("each parameter by itself", ZeRO1, per_parameter),
-    Variant("SGD with momentum and decay", ZeRO1, momentum, {"rule": "sgd"}),
-    Variant("bfloat16 with fp32 masters", ZeRO2, masters, {"optimizer": AdamW(lr=LR)}, torch.bfloat16),
+    Variant(
+        "SGD with momentum and decay",
+        ZeRO1,
+        momentum,
+        {"rule": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=0.01)},
+    ),
+    Variant(
+        "bfloat16 with fp32 masters",
+        ZeRO2,
+        masters,
+        {"rule": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=0.01)},
+        torch.bfloat16,
+    ),
     Variant("ZeroRedundancyOptimizer", ZeRO1, redundancy, {"all_reduce": True, "units": Block}, text=True),
     Variant("FSDP2", ZeRO3, fsdp(), DECAYED | {"clip": 0.5}),
-    Variant("FSDP2 that keeps what it has gathered", ZeRO3, fsdp(False), DECAYED | {"clip": 0.5}),
+    Variant("FSDP2 that keeps what it has gathered", ZeRO3Kept, fsdp(False), DECAYED | {"clip": 0.5}),
 )
 
 
@@ -441,8 +452,8 @@ def train(variant: Variant, *, memory: bool = False, steps: int = STEPS) -> Any:
     rank, _ = world()
     net = decoder() if variant.text else mlp(variant.dtype)
     told = dict(variant.told)
-    if told.pop("rule", "") == "sgd":
-        told["optimizer"] = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
+    if (make := told.pop("rule", None)) is not None:
+        told["optimizer"] = make(net.parameters())
     told = {"optimizer": Adam(lr=LR)} | told
     loss = next_byte if variant.text else mean_square
     checked = check(net, scheme=variant.row, loss=loss, memory=memory, timeout=60, **told)

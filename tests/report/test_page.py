@@ -26,7 +26,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from zerosim.bands import MODEL_STATES, Band
 from zerosim.lab import suite as lab
 from zerosim.records import results
-from zerosim.records.results import EventRecord, Failure, Results, SchemeRecord, Settings
+from zerosim.records.results import EventRecord, Failure, Prediction, Results, SchemeRecord, Settings
 from zerosim.report import colors as palette
 from zerosim.report import page as report
 from zerosim.report.looks import look
@@ -150,6 +150,11 @@ def read(which: str) -> Tables:
     return Tables(page(which, charts=False))
 
 
+def predicted(scheme: SchemeRecord) -> Prediction:
+    assert scheme.prediction is not None
+    return scheme.prediction
+
+
 def commas(*counts: int) -> list[str]:
     return [f"{count:,}" for count in counts]
 
@@ -158,8 +163,8 @@ def test_tables_of_bands_are_the_records() -> None:
     """At rest and at the peak each band has its bytes, measured and predicted, and they add up."""
     whole, tables = run(), read("whole").tables
     for name, sides in (
-        ("rest", [(each.steps[-1].resident, each.prediction.resident) for each in whole.schemes]),
-        ("peak", [(each.steps[-1].peak.by_band, each.prediction.peak) for each in whole.schemes]),
+        ("rest", [(each.steps[-1].resident, predicted(each).resident) for each in whole.schemes]),
+        ("peak", [(each.steps[-1].peak.by_band, predicted(each).peak) for each in whole.schemes]),
     ):
         rows = {band: cells for band, *cells in tables[name][2:]}
         counts = [side for pair in sides for side in pair]
@@ -175,7 +180,7 @@ def test_tables_of_traffic_flops_and_sweep_are_the_records() -> None:
     sent = [
         [
             each.name, moved.collective, moved.band,
-            *commas(max(moved.sent), each.prediction.traffic[moved.collective][moved.band], max(moved.padding)),
+            *commas(max(moved.sent), predicted(each).traffic[moved.collective][moved.band], max(moved.padding)),
             f"{moved.messages}",
         ]
         for each in whole.schemes
@@ -184,7 +189,7 @@ def test_tables_of_traffic_flops_and_sweep_are_the_records() -> None:
     assert tables["sent"][1:] == sent
     assert tables["flops"][2:] == [
         [each.name, *(cell for phase in ("forward", "backward", "optimizer")
-                      for cell in commas(each.steps[-1].flops[phase], each.prediction.flops[phase]))]
+                      for cell in commas(each.steps[-1].flops[phase], predicted(each).flops[phase]))]
         for each in whole.schemes
     ]  # fmt: skip
     fields = ("resident", "peak_without_activations", "peak", "sent")
@@ -233,7 +238,7 @@ def test_what_is_not_as_predicted_is_marked(name: str) -> None:
     """A measured number that is off by one carries a mark, and only it does."""
     whole = run()
     first, *others = whole.schemes
-    last, expected = first.steps[-1], first.prediction
+    last, expected = first.steps[-1], predicted(first)
     wrong = {
         "rest": replace(expected, resident=expected.resident | {Band.GRADS: expected.resident[Band.GRADS] + 1}),
         "peak": replace(expected, peak=expected.peak | {Band.GRADS: expected.peak[Band.GRADS] + 1}),

@@ -335,7 +335,7 @@ def test_two_ranks_are_one_batch() -> None:
     batch = case.batch(2)
     whole = [tuple(np.concatenate(parts) for parts in zip(*batch, strict=True))]
     two, one = (ZeRO3(model_of(case), ranks, precision="fp32") for ranks in (2, 1))
-    assert two.step(batch) == pytest.approx(one.step(whole), rel=1e-6)  # type: ignore[arg-type]
+    assert two.step(batch) == pytest.approx(one.step(whole), rel=1e-6)
     np.testing.assert_allclose(two.flat(Band.GRADS), one.flat(Band.GRADS), rtol=1e-4, atol=1e-7)
 
 
@@ -455,7 +455,7 @@ def test_micro_batches_count_the_same() -> None:
     """Measured for one micro-batch, a step of three holds and sends what the simulator's step of three does."""
     case, ranks, accumulate = CASES["tied"], 2, 3
     simulated = ZeRO2(model_of(case), ranks, accumulate=accumulate)
-    simulated.step([tuple(np.tile(part, (accumulate, 1)) for part in pair) for pair in case.batch(ranks)])  # type: ignore[misc]
+    simulated.step([tuple(np.tile(part, (accumulate, 1)) for part in pair) for pair in case.batch(ranks)])
     dry = ZeRO2(ShapeModel(shapes_of(case, compute="fp32")), ranks, accumulate=accumulate, ring=DryRing(ranks))
     dry.step(dry.model.batch(accumulate))  # type: ignore[attr-defined]
     compare(dry.reports[0], simulated.reports[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from zerosim.cli.check import check
 from zerosim.cli.checkpoint import checkpoint
 from zerosim.cli.corroborate import corroborate
 from zerosim.cli.errors import Commands
@@ -18,5 +19,5 @@ def main() -> None:
     """ZeRO made measurable: train on N virtual GPUs and count every byte held and sent."""
 
 
-for command in (lab, report, corroborate, plan, checkpoint):
+for command in (lab, report, corroborate, plan, checkpoint, check):
     main.add_command(command)

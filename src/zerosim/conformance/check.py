@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from zerosim.bands import PRECISIONS, Array
 from zerosim.conformance import words
 from zerosim.conformance.board import Doing, Mismatch
 from zerosim.conformance.expected import expected, owns_parameters, parameters, rule_of
+from zerosim.conformance.handed import names_of, pieces_of, tensors_of
 from zerosim.conformance.judge import Judge
 from zerosim.conformance.layout import Layout, Piece
 from zerosim.conformance.local_gradients import LocalGradients, default_forward
@@ -27,11 +29,13 @@ from zerosim.conformance.patience import OutOfOrder, Patience
 from zerosim.conformance.recording import Recorder
 from zerosim.conformance.seen import Seen, leaves
 from zerosim.conformance.side import Side
+from zerosim.options import LossScale
 from zerosim.records.conformance import VERDICT_SCHEMA, Cause, Finding, Recipe, Verdict
 from zerosim.stages import Stage
 from zerosim.torch_models.units import numpy_dtype
 from zerosim.util.arguments import instance_of, integer, one_of
 
+dist: Any = torch.distributed
 Tensor = Any
 BANDS = ("params", "grads", "master", "exp_avg", "exp_avg_sq", "momentum")
 _PRECISION = {torch.float32: "fp32", torch.float16: "mixed", torch.bfloat16: "bf16"}
@@ -39,7 +43,8 @@ _PRECISION = {torch.float32: "fp32", torch.float16: "mixed", torch.bfloat16: "bf
 
 def check(
     net: torch.nn.Module, *, scheme: Stage, loss: Callable[[Any, Any], Any], optimizer: Any, units: Any = None,
-    precision: str | None = None, accumulate: int = 1, clip: float | None = None, loss_scale: float | str | None = None,
+    precision: str | None = None, accumulate: int = 1, clip: float | None = None,
+    loss_scale: float | LossScale | None = None, node: int | None = None,
     average: str = "rows", all_reduce: bool = False, exact: bool = False,
     forward: Callable[[Any, Any], Any] | None = None, memory: bool = True, timeout: float = 60.0,
 ) -> Check:  # fmt: skip
@@ -50,13 +55,13 @@ def check(
 
     * ``loss``: of the module's output and y, as in training; ``forward``: of (module, x), if calling the module on x,
       brought to its dtype, is not what is done.
-    * ``optimizer``: ``zerosim.optimizer.Adam`` or ``SGD``, ``AdamW``, or one of torch's, of whose groups the numbers
-      are taken; or a function of (name, parameter) that returns one.
+    * ``optimizer``: ``zerosim.optimizer.Adam``, ``AdamW`` (which decays what has two or more dimensions) or ``SGD``, or
+      one of torch's, of whose groups the numbers are taken; or a function of (name, parameter) that returns one.
     * ``units``: the modules that are gathered and reduced as a whole, as a class or a predicate; by default each that
       has parameters of its own.
     * ``precision``: one of ``bands.PRECISIONS``; by default that of the module's dtype.
-    * ``accumulate``: micro-batches in a step; ``clip``: the gradients' largest norm; ``loss_scale``: a number, or
-      ``"dynamic"`` for torch's GradScaler.
+    * ``accumulate``: micro-batches in a step; ``clip``: the gradients' largest norm; ``loss_scale``: a number, or a
+      ``zerosim.options.LossScale``, torch's GradScaler; ``node``: so many ranks are a group.
     * ``average``: uneven ranks are averaged over ``"rows"`` or over ``"ranks"``.
     * ``all_reduce``: gradients are all-reduced on purpose where they could be reduce-scattered.
     * ``exact``: the layout is the simulator's, and gradients are compared in bits.
@@ -89,12 +94,14 @@ def check(
         )
     precision = precision or _PRECISION[dtypes.pop()]
     one_of("check", "precision", precision, PRECISIONS)
-    if loss_scale is not None and loss_scale != "dynamic" and not isinstance(loss_scale, (int, float)):
-        raise ValueError(f"check(loss_scale): a number, 'dynamic' or None; got {loss_scale!r}.")
+    if isinstance(loss_scale, int | float):
+        loss_scale = LossScale(float(loss_scale), dynamic=False)
+    instance_of("check", "loss_scale", loss_scale, LossScale | None)
+    scheme.on(dist.get_world_size() if dist.is_initialized() else 1, node)
     recipe = Recipe(
         precision=precision, accumulate=integer("check", "accumulate", accumulate), clip=clip,
-        loss_scale=65536.0 if loss_scale == "dynamic" else float(loss_scale or 0), dynamic=loss_scale == "dynamic",
-        average=average, all_reduce=all_reduce, exact=exact,
+        loss_scale=loss_scale, average=average, all_reduce=all_reduce, exact=exact, node=node,
+        schedule=getattr(optimizer, "schedule", None),
     )  # fmt: skip
     return Check(
         net, scheme, loss, rule_of(optimizer), units or owns_parameters, recipe, forward, memory=memory, timeout=timeout
@@ -126,9 +133,7 @@ class Check:
         self._observer = observed.ready(self._side, self._patience, local.tensors(), local.module)
         if self.rank == 0:
             dtype = numpy_dtype(next(net.parameters()).dtype)
-            self._judge = Judge(
-                self.layout, row, self.ranks, recipe, dtype, local, self._expect, self._search, board.beat
-            )
+            self._judge = Judge(self.layout, row, self.ranks, recipe, dtype, local, self._expect, self._search)
 
     # -- what a user calls
 
@@ -160,7 +165,8 @@ class Check:
         self._patience.board.now(Doing.OUTSIDE)
 
     def band(
-        self, name: str, tensors: Any, offset: int | Mapping[str, int] = 0, *, of: torch.nn.Module | Sequence[str] | None = None
+        self, name: str, tensors: Any, offset: int | Mapping[str, int] = 0, *,
+        of: torch.nn.Module | Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Hand over what the check cannot find by itself: ``"params"``, ``"grads"``, ``"master"``, ``"exp_avg"`` ...
 
@@ -175,13 +181,11 @@ class Check:
         ``of`` says of which module's parameters, or of which by name; by default of all.
         """
         one_of("check.band", "name", name, BANDS)
-        names = self._names(of)
-        handed = self._handed(tensors, offset, names)
-        flat = list(tensors.values()) if isinstance(tensors, Mapping) else tensors
-        held = [flat] if isinstance(flat, torch.Tensor) else [each for each in flat if each is not None]
+        names = names_of(self.layout, self._net, of)
+        handed = pieces_of(self.layout, tensors, offset, names)
         band = "handed grads" if name == "grads" else name
         key = f"{band}\n{','.join(names)}" if of is not None else band
-        self._observer.band(band, key, handed, held, now=self._inside)
+        self._observer.band(band, key, handed, tensors_of(tensors), now=self._inside)
 
     def record(self, folder: str | Path) -> None:
         """Write what every rank does into ``folder`` instead of judging it; ``zerosim check folder`` does that later.
@@ -224,63 +228,11 @@ class Check:
 
     # -- inside
 
-    def _names(self, of: torch.nn.Module | Sequence[str] | None) -> list[str]:
-        if of is None:
-            return self.layout.names
-        if isinstance(of, torch.nn.Module):
-            wanted = {id(each) for each in of.parameters()}
-            names = [name for name, each in self._net.named_parameters() if id(each) in wanted]
-            path = next((path for path, each in self._net.named_modules() if each is of), None)
-            if path is not None:
-                names = [name for name in self.layout.names if not path or name.startswith(f"{path}.")]
-        else:
-            names = list(of)
-        if not names or (unknown := [name for name in names if name not in self.layout]):
-            known = ", ".join(self.layout.names[:8])
-            raise ValueError(
-                f"check.band(of): a module within the checked one, or names of its parameters ({known} ...); got "
-                f"{unknown[0] if names else of!r}."
-            )
-        return names
-
-    def _handed(self, tensors: Any, offset: Any, names: list[str]) -> Callable[[], list[Piece]]:
-        if isinstance(tensors, torch.Tensor):
-            first = integer("check.band", "offset", offset, 0)
-            if tensors.dim() != 1:
-                raise ValueError(
-                    f"check.band(tensors): one tensor is a flat shard; got shape {list(tensors.shape)}. Pass "
-                    f"tensor.flatten(), or a mapping from names to whole tensors."
-                )
-            return lambda: self.layout.flat(tensors, first, names)
-        pairs = list(tensors.items()) if isinstance(tensors, Mapping) else list(zip(names, tensors, strict=True))
-        for name, each in pairs:
-            if name not in self.layout:
-                raise ValueError(
-                    f"check.band(tensors): there is no parameter {name!r}; there are {', '.join(names[:8])}."
-                )
-            if not isinstance(offset, Mapping) and each is not None and tuple(each.shape) != self.layout.shape(name):
-                raise ValueError(
-                    f"check.band(tensors): {name} has shape {list(self.layout.shape(name))}; got {list(each.shape)}. "
-                    f"For shards pass their offsets too: offset={{name: first element}}."
-                )
-
-        def pieces() -> list[Piece]:
-            found: list[Piece] = []
-            for name, each in pairs:
-                if each is None:
-                    continue
-                if isinstance(offset, Mapping):
-                    found += self.layout.flat(each.reshape(-1), int(offset[name]), [name])
-                else:
-                    found += self.layout.whole_or_shard(name, each) or []
-            return found
-
-        return pieces
-
     def _compare(self, seen: Seen) -> None:
         """Send what was seen to rank 0, which judges it, and hear what it found."""
         if self._recorder is not None:
-            self._recorder.step(seen, self._local, self._expect)
+            with self._patience.working():
+                self._recorder.step(seen, self._local, self._expect)
             self._side.broadcast(self._side.gather(None) is not None)
             return
         digests = self._side.broadcast(_digests(seen, self.layout) if self.rank == 0 else None)
@@ -288,7 +240,8 @@ class Check:
             _leave_out(seen, digests, self.layout)
         everyone = self._side.gather(seen)
         if self._judge is not None and everyone is not None:
-            new = self._judge.step(everyone)
+            with self._patience.working():
+                new = self._judge.step(everyone)
             self.findings += self._side.broadcast(("found", new))[1]
             return
         while (order := self._side.broadcast(None))[0] == "search":

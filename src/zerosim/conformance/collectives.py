@@ -147,7 +147,7 @@ _OUT = ("output_tensors", "output_tensor", "output", "outputs", "output_lists", 
 
 def _elements(kind: Kind, into: Sequence[Tensor], out: Sequence[Tensor], size: int) -> int:
     """Elements of the whole buffer, of which each rank has a part before or after it."""
-    given, found = (sum(tensor.numel() for tensor in tensors) for tensors in (into, out))
+    given, found = (sum(int(tensor.numel()) for tensor in tensors) for tensors in (into, out))
     if kind is Kind.BARRIER:
         return 0
     if kind is Kind.ALL_GATHER:

@@ -12,9 +12,10 @@ import numpy as np
 
 from zerosim.bands import Array
 from zerosim.conformance import diagnose
-from zerosim.conformance.culprits import Culprit, Wrong, culprit
+from zerosim.conformance.culprits import Culprit, Wrong, culprit, finding
 from zerosim.conformance.evidence import Evidence
-from zerosim.conformance.intervals import Interval, State, U, rounded, unit
+from zerosim.conformance.intervals import Interval, State, U, narrow, point, rounded, unit
+from zerosim.conformance.parameter_faults import Named
 from zerosim.conformance.reading import Rows, union
 from zerosim.records.conformance import Cause, Finding
 
@@ -32,33 +33,26 @@ def gradients(e: Evidence, band: str, rows: Rows) -> Finding | None:
     mask = known & e.mask & np.stack([within.outside(row) for row in values])
     if not mask.any():
         return None
-    wrong = Wrong(mask, values, known, within)
-    who = _rank_of(e, wrong)
+    wrong, who = _whose(e, Wrong(mask, values, known, within))
     named, who = diagnose.of_gradients(e, wrong, who)
-    return diagnose.finding(e, "gradient", wrong, who, named, "")
+    return finding(e, "gradient", wrong, who, named.cause, named.text)
 
 
 def _allowed(e: Evidence, grad: Interval, values: Array) -> Interval:
     if e.exact is not None and e.recipe.clip is None:
         return rounded(grad, values.dtype)
-    size = np.maximum(np.abs(grad.lo), np.abs(grad.hi))
-    return grad.wider(unit(values.dtype) * size)
+    return grad.wider(unit(values.dtype) * grad.size)
 
 
-def _rank_of(e: Evidence, wrong: Wrong) -> Culprit:
-    """Whose it is where each rank has its own: no gather spreads it."""
-    values, known = wrong.values, wrong.known
-    if known.all(1).any():
-        return culprit(e, wrong, gathered=False)
-    return culprit(e, _merged(wrong, values, known), gathered=True, spread=False)
-
-
-def _merged(wrong: Wrong, values: Array, known: Array) -> Wrong:
-    """Every rank with what any rank has: for bands of which nobody has all."""
-    one, any_known = union(values, known)
-    mask, _ = union(wrong.mask, known)
-    n = len(values)
-    return Wrong(np.tile(mask & any_known, (n, 1)), np.tile(one, (n, 1)), np.tile(any_known, (n, 1)), wrong.expected)
+def _whose(e: Evidence, wrong: Wrong, *, gathered: bool = False) -> tuple[Wrong, Culprit]:
+    """Whose it is; and, of what nobody has all of, every rank with what any rank has."""
+    if wrong.known.all(1).any():
+        return wrong, culprit(e, wrong, gathered=gathered)
+    values, known = union(wrong.values, wrong.known)
+    mask, _ = union(wrong.mask, wrong.known)
+    mask, values, known = (np.tile(each, (e.ranks, 1)) for each in (mask & known, values, known))
+    together = Wrong(mask, values, known, wrong.expected)
+    return together, culprit(e, together, gathered=True, spread=False)
 
 
 def states(e: Evidence, expected: State, seen: Mapping[str, Rows], *, gradients_right: bool) -> Finding | None:
@@ -68,70 +62,49 @@ def states(e: Evidence, expected: State, seen: Mapping[str, Rows], *, gradients_
         mask = known & e.mask & np.stack([within.outside(row) for row in values])
         if not mask.any():
             continue
-        wrong = Wrong(mask, values, known, within)
-        who = _rank_of(e, wrong)
-        named = _of_state(e, band, within, seen) if not gradients_right else None
-        if named is not None:
-            found, who = named
-        else:
-            found = diagnose.Named(
-                Cause.STATE, "It is not what the last step's state and this step's gradient make of it."
-            )
-        if not known.all(1).any():
-            wrong = _merged(wrong, values, known)
-        return diagnose.finding(e, band, wrong, who, found, RIGHT if gradients_right else "")
+        wrong, who = _whose(e, Wrong(mask, values, known, within))
+        named = Named(Cause.STATE, "It is not what the last step's state and this step's gradient make of it.")
+        if not gradients_right and (found := _of_state(e, band, seen)) is not None:
+            named, who = found
+        return finding(e, band, wrong, who, named.cause, named.text, RIGHT * gradients_right)
     return None
 
 
-def _of_state(
-    e: Evidence, band: str, within: Interval, seen: Mapping[str, Rows]
-) -> tuple[diagnose.Named, Culprit] | None:
+def _of_state(e: Evidence, band: str, seen: Mapping[str, Rows]) -> tuple[Named, Culprit] | None:
     """The fault of the gradient that a first moment was made with."""
     if band not in ("exp_avg", "momentum"):
         return None
-    rules = {each.rule for each in e.layout.parameters if each.trainable}
-    if len(rules) != 1:
-        return None
-    rule = next(iter(rules))
-    keep, weight = (rule.betas[0], 1 - rule.betas[0]) if band == "exp_avg" else (rule.momentum, 1.0)
-    before = e.state.get(band)
-    old = before.middle if before is not None else np.zeros(e.layout.size)
-    slack = before.width / 2 if before is not None else np.zeros(e.layout.size)
+    keep, weight = np.zeros(e.layout.size), np.ones(e.layout.size)
+    for each, span in e.layout.spans():
+        keep[span] = each.rule.betas[0] if band == "exp_avg" else each.rule.momentum
+        weight[span] = 1 - each.rule.betas[0] if band == "exp_avg" else 1.0
+    before = e.state.get(band, point(np.zeros(e.layout.size)))
     values, known = seen[band]
-    implied = (values.astype(np.float64) - keep * old) / weight
-    radius = (keep * slack + 8 * U * (np.abs(old) + np.abs(values).max(0))) / weight
+    implied = (values.astype(np.float64) - keep * before.middle) / weight
+    radius = (keep * before.width / 2 + 8 * U * (before.size + np.abs(values).max(0))) / weight
     allowed = e.clipped.wider(radius)
     mask = known & e.mask & np.stack([allowed.outside(row) for row in implied])
     if not mask.any():
         return None
-    wrong = Wrong(mask, implied, known, allowed)
-    who = _rank_of(e, wrong)
-    if not known.all(1).any():
-        wrong = _merged(wrong, implied, known)
+    wrong, who = _whose(e, Wrong(mask, implied, known, allowed))
     named, who = diagnose.of_gradients(e, wrong, who)
     if named.cause is Cause.UNKNOWN:
         return None
-    text = named.text if named.cause is Cause.UNKNOWN else "The gradient that it was made with is wrong. " + named.text
-    return diagnose.Named(named.cause, text), who
+    return Named(named.cause, "The gradient that it was made with is wrong. " + named.text), who
 
 
 def parameters(e: Evidence, master: Interval, rows: Rows, *, gradients_right: bool) -> Finding | None:
     """The parameters after the update."""
     values, known = rows
-    dtype = e.theta[0].dtype
-    theta = e.theta[0].astype(np.float64)
+    dtype, theta = e.theta[0].dtype, e.theta[0].astype(np.float64)
     kept = Interval(np.where(e.mask, master.lo, theta), np.where(e.mask, master.hi, theta))
-    if dtype.itemsize < 4:
+    if narrow(dtype):
         kept = rounded(kept, dtype)
     mask = known & np.stack([kept.outside(row) for row in values])
     if mask.any():
-        wrong = Wrong(mask, values, known, kept)
-        spread = bool(known.all(1).any())
-        if not spread:
-            wrong = _merged(wrong, values, known)
-        who = culprit(e, wrong, gathered=e.row.optimizer, spread=spread)
+        wrong, who = _whose(e, Wrong(mask, values, known, kept), gathered=bool(e.row.optimizer))
         named, who = diagnose.of_parameters(e, wrong, who, gradients_right=gradients_right)
-        return diagnose.finding(e, "params", wrong, who, named, RIGHT if gradients_right else "")
+        return finding(e, "params", wrong, who, named.cause, named.text, RIGHT * gradients_right)
     return _replicas(e, values, known)
 
 

@@ -1,6 +1,6 @@
 """Who it was: after an all-gather every rank is wrong, and it is the chunk that says who computed it.
 
-Owns the naming of the rank. Must not know what the fault was.
+Owns the naming of the rank, of the parameter and of the elements. Must not know what the fault was.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 from zerosim.bands import Array
 from zerosim.conformance.evidence import Evidence
 from zerosim.conformance.intervals import Interval
-from zerosim.records.conformance import EVERY
+from zerosim.conformance.layout import ranges
+from zerosim.records.conformance import EVERY, Cause, Finding
 
 
 class Wrong(NamedTuple):
@@ -45,7 +46,7 @@ def culprit(e: Evidence, wrong: Wrong, *, gathered: bool, spread: bool = True) -
     """Whose fault it is. ``gathered`` says that the values are their owners', ``spread`` that all ranks have them."""
     bad = np.flatnonzero(wrong.mask.any(1))
     first = int(bad[0])
-    anywhere = wrong.mask.any(0)
+    anywhere = np.asarray(wrong.mask.any(0))
     holders = np.flatnonzero(wrong.known[:, anywhere].any(1))
     alike = all(_alike(wrong, first, int(rank), anywhere) for rank in holders)
     if not gathered or not alike:
@@ -66,7 +67,8 @@ def culprit(e: Evidence, wrong: Wrong, *, gathered: bool, spread: bool = True) -
         text = f"The chunks of ranks {listed(guilty)} are wrong{', on every rank' * everywhere}."
     else:
         text = (
-            f"Every rank has the wrong values, in rank {main}'s chunk: rank {main} computed them, the gather spread them."
+            f"Every rank has the wrong values, in rank {main}'s chunk: rank {main} computed them, the gather spread "
+            f"them."
             if everywhere
             else ""
         )
@@ -85,8 +87,8 @@ def _unknown_owner(e: Evidence, first: int, anywhere: Array) -> Culprit:
     if e.row.optimizer and len(chunks) == 1 and e.ranks > 1:
         rank = int(chunks[0])
         return Culprit(
-            rank, first, f"Every rank has the wrong values, all in chunk {rank} of an even cut: it seems that rank {rank} "
-            f"computed them.", True,
+            rank, first, f"Every rank has the wrong values, all in chunk {rank} of an even cut: it seems that rank "
+            f"{rank} computed them.", True,
         )  # fmt: skip
     return Culprit(EVERY, first, "Every rank has the same wrong values." if e.ranks > 1 else "", True)
 
@@ -101,3 +103,32 @@ def listed(ranks: Iterable[int]) -> str:
     """Ranks as text: ``"0, 1 and 3"``."""
     names = [str(int(rank)) for rank in ranks]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def finding(e: Evidence, band: str, wrong: Wrong, who: Culprit, cause: Cause, *said: str) -> Finding:
+    """Put together what is said: which elements of what are wrong, whose fault it is, and ``said``."""
+    shown = who.shown_by
+    mask, known = wrong.mask[shown], wrong.known[shown]
+    start, _ = ranges(mask)[0]
+    name, within = e.layout.at(start)
+    span = e.layout.span(name)
+    here = mask[span]
+    last = int(np.flatnonzero(here)[-1]) + 1
+    with np.errstate(invalid="ignore"):
+        off = np.abs(wrong.values[shown].astype(np.float64) - wrong.expected.middle)[mask]
+    largest = float(np.nanmax(off)) if np.isfinite(off).any() else float("nan")
+    touched = [each.name for each, part in e.layout.spans() if mask[part].any()]
+    total = int(known[span].sum())
+    what = f"{band} of {name}" if band != "params" else name
+    whose = "its " if who.rank != EVERY else ""
+    shard = "shard of " if e.row.optimizer and who.rank != EVERY and int(here.sum()) < total else ""
+    parts = [
+        f"{whose}{shard}{what} is wrong{' after the update' if band == 'params' else ''}: {int(here.sum()):,} of "
+        f"{total:,} elements ({within:,} to {last - 1:,}), up to {largest:.1e} off"
+        + (f"; {len(touched) - 1} more parameter{'s' * (len(touched) > 2)} too." if len(touched) > 1 else ".")
+    ]
+    parts += [part for part in (who.text, *said) if part]
+    return Finding(
+        step=e.step, rank=who.rank, band=band, cause=cause, text=" ".join(parts), parameter=name, start=within,
+        stop=last, wrong=int(mask.sum()), total=int(known.sum()), largest=largest,
+    )  # fmt: skip

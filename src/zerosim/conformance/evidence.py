@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,11 @@ class Clip(NamedTuple):
     high: float = 1.0
     norm: float = 0.0
 
+    @property
+    def middle(self) -> float:
+        """Halfway between the two."""
+        return (self.low + self.high) / 2
+
 
 @dataclass
 class Evidence:
@@ -39,7 +45,8 @@ class Evidence:
     * ``theta``: of each rank, the parameters before it, in their own dtype; ``master`` what the optimizer updates;
     * ``local``: each rank's own gradients, ``noise`` how far they may be off; ``weights`` what each counts for;
     * ``wire``: the coarsest dtype that gradients may have been rounded to on the way;
-    * ``state`` and ``updates``: the optimizer's before it; ``lr`` this step's, or None for the rule's;
+    * ``state`` and ``updates``: the optimizer's before it; ``lr`` this step's, or None for the rule's
+      times ``factor``;
     * ``owner``: by element the rank that updates it, -1 where it is not known;
     * ``past``: the step before, or None; ``history``: the gradients of all updates before, as far as they are kept.
     """
@@ -59,6 +66,7 @@ class Evidence:
     updates: int
     scale: float
     lr: float | None
+    factor: float
     owner: Array
     past: Evidence | None = None
     history: Sequence[Interval] = ()
@@ -80,9 +88,10 @@ class Evidence:
 
     @property
     def ranks(self) -> int:
+        """N."""
         return len(self.local)
 
-    @property
+    @cached_property
     def mask(self) -> Array:
         """What is trained [P]."""
         return self.layout.trainable()
@@ -127,7 +136,7 @@ class Evidence:
 
     def overflow(self) -> str:
         """Whether a number was not finite: ``"yes"``, ``"no"``, or ``"maybe"`` where the sum is close to the limit."""
-        if not self.recipe.loss_scale:
+        if self.recipe.loss_scale is None:
             return "no"
         if not all(each.finite for each in self.local):
             return "yes"
@@ -142,14 +151,14 @@ class Evidence:
     ) -> tuple[Interval, State]:  # fmt: skip
         """What becomes of the elements ``index`` [n] under a gradient [n]: master weights and state after it."""
         step = (self.updates if updates is None else updates) + 1
-        theta = self.master[index] if theta is None else theta
-        state = {band: each[index] for band, each in self.state.items()} if state is None else state
+        before = self.master[index] if theta is None else theta
+        states = {band: each[index] for band, each in self.state.items()} if state is None else state
         lo, hi = np.zeros(len(index)), np.zeros(len(index))
         after: dict[str, tuple[Array, Array]] = {}
         for rule, part in self._by_rule(index):
             some, new = update(
-                rule, theta[part], {band: each[part] for band, each in state.items()}, grad[part], max(step, 1),
-                lr=self.lr, variant=variant,
+                rule, before[part], {band: each[part] for band, each in states.items()}, grad[part], max(step, 1),
+                lr=rule.lr * self.factor if self.lr is None else self.lr, variant=variant,
             )  # fmt: skip
             lo[part], hi[part] = some.lo, some.hi
             for band, each in new.items():

@@ -13,7 +13,7 @@ import torch
 
 from zerosim.bands import PRECISIONS
 from zerosim.conformance.seen import leaves, sliced
-from zerosim.counts import EventKind
+from zerosim.ledger import EventKind
 from zerosim.optimizer import SGD, Adam
 from zerosim.records.conformance import Expected, Parameter, Recipe, Rule
 from zerosim.schemes import Scheme
@@ -51,7 +51,7 @@ def expected(
     optimizer = Adam() if rule.kind == "adam" else SGD(momentum=rule.momentum)
     scheme: Scheme = row(
         model, ranks, ring=DryRing(ranks), precision=recipe.precision, accumulate=recipe.accumulate,
-        optimizer=optimizer, all_reduce=recipe.all_reduce,
+        optimizer=optimizer, all_reduce=recipe.all_reduce, node=recipe.node,
     )  # fmt: skip
     scheme.step(model.batch(recipe.accumulate))
     report = scheme.reports[-1]
@@ -99,55 +99,50 @@ def rule_of(optimizer: Any, call: str = "check(optimizer)") -> Callable[[str, An
 
     TypeError for anything else.
     """
-    if isinstance(optimizer, Rule):
-        return lambda name, param: optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         by_param = {
             id(param): _torch_rule(optimizer, group) for group in optimizer.param_groups for param in group["params"]
         }
         usual = _torch_rule(optimizer, optimizer.param_groups[0])
         return lambda name, param: by_param.get(id(param), usual)
+    if isinstance(optimizer, Adam | SGD):
+        return lambda name, param: _own_rule(optimizer, name, tuple(param.shape))
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda name, param: rule_of(optimizer(name, param), call)(name, param)
-    if isinstance(optimizer, Adam | SGD) or hasattr(optimizer, "lr"):
-        found = _own_rule(optimizer)
-        return lambda name, param: found
     raise TypeError(
         f"{call}: an Adam, AdamW or SGD of this package, an optimizer of torch's, or a function of (name, parameter) "
         f"that returns one; got {optimizer!r}."
     )
 
 
-def _own_rule(optimizer: Any) -> Rule:
-    adam = hasattr(optimizer, "betas")
+def _own_rule(optimizer: Adam | SGD, name: str, shape: tuple[int, ...]) -> Rule:
+    [(lr, decay)] = optimizer.rates(name, [shape])
+    if isinstance(optimizer, SGD):
+        return Rule(kind="sgd", lr=float(lr), momentum=float(optimizer.momentum))
     return Rule(
-        kind="adam" if adam else "sgd",
-        lr=float(optimizer.lr),
-        betas=tuple(optimizer.betas) if adam else (0.9, 0.999),
-        eps=float(getattr(optimizer, "eps", 1e-8)),
-        momentum=float(getattr(optimizer, "momentum", 0.0)),
-        weight_decay=float(getattr(optimizer, "weight_decay", 0.0)),
-        decoupled=type(optimizer).__name__ == "AdamW" or bool(getattr(optimizer, "decoupled", False)),
-    )
+        kind="adam", lr=float(lr), betas=optimizer.betas, eps=float(optimizer.eps), weight_decay=float(decay),
+        decoupled=True,
+    )  # fmt: skip
 
 
 def _torch_rule(optimizer: Any, group: Mapping[str, Any]) -> Rule:
-    names = type(optimizer).__mro__
-    adam = any(kind.__name__ in ("Adam", "AdamW") for kind in names)
-    if not adam and not any(kind.__name__ == "SGD" for kind in names):
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    adam = "Adam" in kinds or "AdamW" in kinds
+    if not adam and "SGD" not in kinds:
         raise TypeError(
             f"check(optimizer): the rules of Adam, AdamW and SGD are known; got {type(optimizer).__name__}. Judge a "
             f"run with one of these."
         )
-    for name in ("amsgrad", "maximize", "nesterov"):
+    for name in ("amsgrad", "maximize", "nesterov", "dampening"):
         if group.get(name):
-            raise ValueError(f"check(optimizer): {name}=True is not known here. Judge a run without it.")
+            raise ValueError(f"check(optimizer): {name}={group[name]!r} is not known here. Judge a run without it.")
+    beta1, beta2 = group.get("betas", (0.9, 0.999))
     return Rule(
         kind="adam" if adam else "sgd",
         lr=float(group["lr"]),
-        betas=tuple(map(float, group.get("betas", (0.9, 0.999)))),
+        betas=(float(beta1), float(beta2)),
         eps=float(group.get("eps", 1e-8)),
         momentum=float(group.get("momentum", 0.0)),
         weight_decay=float(group.get("weight_decay", 0.0)),
-        decoupled=bool(group.get("decoupled_weight_decay")) or any(kind.__name__ == "AdamW" for kind in names),
+        decoupled=bool(group.get("decoupled_weight_decay")) or "AdamW" in kinds,
     )

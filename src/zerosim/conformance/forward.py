@@ -88,7 +88,7 @@ class Forward:
         if each_right:
             return Finding(
                 seen.step, seen.rank, "loss", Cause.DATA,
-                f"rank {seen.rank} calls backward on a loss of {loss:.6g}; its module's outputs and the y of check.step make "
+                f"rank {seen.rank} calls backward on a loss of {loss:.6g}; its outputs and the y of check.step make "
                 f"{right:.6g}. Its targets or its loss are others.", wrong=1, total=1, largest=abs(loss - right),
             )  # fmt: skip
         why, cause = "Its forward reads other parameters than it holds, or its loss is another.", Cause.FORWARD
@@ -96,8 +96,8 @@ class Forward:
             stale = redo(seen, past.theta[seen.rank])
             if abs(float(np.mean(stale.losses)) - loss) <= allowed:
                 why = (
-                    "It is the loss of the parameters before the last update: a stale gather. Forward must read what the "
-                    "update left."
+                    "It is the loss of the parameters before the last update: a stale gather. Forward must read what "
+                    "the update left."
                 )
         for other in all_seen:
             if other.rank != seen.rank and other.rows == seen.rows:

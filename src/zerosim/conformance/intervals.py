@@ -9,7 +9,7 @@ ranks, nor what is compared.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,27 +27,43 @@ def unit(dtype: DType) -> float:
     return _UNITS[dtype]
 
 
+def narrow(dtype: DType) -> bool:
+    """Whether a dtype has 16 bits, so that an optimizer needs master weights beside it."""
+    return dtype.itemsize < 4
+
+
 def tiny(dtype: DType) -> float:
     """The largest absolute error of rounding to a dtype near zero."""
     return _TINY[dtype]
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True)
+class Interval:
     """Lower and upper bounds [n], fp64."""
 
     lo: Array
     hi: Array
 
-    def __getitem__(self, index: object) -> Interval:  # type: ignore[override]
+    def __getitem__(self, index: Any) -> Interval:
         return Interval(self.lo[index], self.hi[index])
 
     @property
     def middle(self) -> Array:
-        return (self.lo + self.hi) / 2
+        """Halfway between the bounds [n]."""
+        middle: Array = (self.lo + self.hi) / 2
+        return middle
 
     @property
     def width(self) -> Array:
-        return self.hi - self.lo
+        """From bound to bound [n]."""
+        width: Array = self.hi - self.lo
+        return width
+
+    @property
+    def size(self) -> Array:
+        """The largest magnitude in it [n]."""
+        size: Array = np.maximum(np.abs(self.lo), np.abs(self.hi))
+        return size
 
     def times(self, low: float, high: float | None = None) -> Interval:
         """Multiplied by a number of 0 or more, or by any between two such."""
@@ -55,15 +71,22 @@ class Interval(NamedTuple):
         return Interval(np.minimum(self.lo * low, self.lo * high), np.maximum(self.hi * low, self.hi * high))
 
     def plus(self, other: Interval) -> Interval:
+        """The sums of what is in it and in another."""
         return Interval(self.lo + other.lo, self.hi + other.hi)
 
     def wider(self, by: Array | float) -> Interval:
+        """With so much more room on both sides."""
         return Interval(self.lo - by, self.hi + by)
 
     def outside(self, values: Array) -> Array:
         """Which values are not within [n]; what is no number is not."""
         values = values.astype(np.float64)
-        return ~((values >= self.lo) & (values <= self.hi))
+        outside: Array = ~((values >= self.lo) & (values <= self.hi))
+        return outside
+
+    def where(self, mask: Array, other: float = np.nan) -> Interval:
+        """The same where ``mask`` [n] is true, and ``other`` elsewhere: by default nothing is within that."""
+        return Interval(np.where(mask, self.lo, other), np.where(mask, self.hi, other))
 
 
 def point(values: Array) -> Interval:
@@ -75,7 +98,7 @@ def point(values: Array) -> Interval:
 def rounded(interval: Interval, dtype: DType) -> Interval:
     """Rounded to a dtype: to the nearest, which keeps their order."""
     with np.errstate(over="ignore"):
-        return Interval(*(bound.astype(dtype).astype(np.float64) for bound in interval))
+        return Interval(*(bound.astype(dtype).astype(np.float64) for bound in (interval.lo, interval.hi)))
 
 
 def before_rounding(values: Array) -> Interval:
@@ -95,19 +118,18 @@ class Variant:
     lr: float = 1.0
     corrected: bool = True
     eps_inside: bool = False
-    eps: float = 1.0
-    decay: str = ""  # "none", "coupled", "decoupled", "twice"
+    decay: str = ""  # "none", "coupled", "decoupled", "twice", or "all" by this amount
+    amount: float = 0.0
     forget: bool = False  # the state is new in every step
-    squares: bool = True  # the second moment is kept up
     swapped: bool = False  # the betas
     ascent: bool = False
 
 
 def update(
     rule: Rule, theta: Interval, state: State, grad: Interval, step: int, *, lr: float | None = None,
-    dtype: DType = FP32, variant: Variant | None = None,
+    variant: Variant | None = None,
 ) -> tuple[Interval, State]:  # fmt: skip
-    """The parameters [n] after an update in step ``step`` (from 1), kept in ``dtype``, and the state after it.
+    """The parameters [n] after an update in step ``step`` (from 1), in fp32, and the state after it.
 
     ``theta`` and ``state`` are those before it, ``grad`` the averaged gradient; ``lr`` is this step's, if not the
     rule's. Rounding in fp32 within the optimizer is allowed for.
@@ -115,11 +137,11 @@ def update(
     variant = variant or Variant()
     rate = (rule.lr if lr is None else lr) * variant.lr * (-1 if variant.ascent else 1)
     decoupled = {"coupled": False, "decoupled": True}.get(variant.decay, rule.decoupled)
-    decay = {"none": 0.0, "twice": 2 * rule.weight_decay}.get(variant.decay, rule.weight_decay)
-    size = np.maximum(np.abs(theta.lo), np.abs(theta.hi))
+    decay = {"none": 0.0, "twice": 2 * rule.weight_decay, "all": variant.amount}.get(variant.decay, rule.weight_decay)
+    size = theta.size
     if decay and not decoupled:
         shift = theta.times(decay)
-        grad = grad.plus(shift).wider(2 * U * (decay * size + _size(grad)))
+        grad = grad.plus(shift).wider(2 * U * (decay * size + grad.size))
     if rule.kind == "adam":
         change, after = _adam(rule, state, grad, step, variant)
     else:
@@ -127,17 +149,10 @@ def update(
     kept = theta.times(1 - rate * decay) if decay and decoupled else theta
     moved = change.times(abs(rate))
     result = Interval(kept.lo - moved.hi, kept.hi - moved.lo) if rate >= 0 else kept.plus(moved)
-    most = np.maximum(np.abs(result.lo), np.abs(result.hi))
+    most = result.size
     roundings = 1.001 + bool(decay)  # of the parameter itself: the last addition, and weight decay
-    slack = ROUNDINGS * U * abs(rate) * _size(change) + roundings * U * np.maximum(most, size) + tiny(FP32)
-    if dtype.itemsize < 4:
-        slack = slack + unit(dtype) * most + tiny(dtype)
+    slack = ROUNDINGS * U * abs(rate) * change.size + roundings * U * np.maximum(most, size) + tiny(FP32)
     return result.wider(slack), after
-
-
-def _size(interval: Interval) -> Array:
-    largest: Array = np.maximum(np.abs(interval.lo), np.abs(interval.hi))
-    return largest
 
 
 def _sgd(rule: Rule, state: State, grad: Interval) -> tuple[Interval, State]:
@@ -145,7 +160,7 @@ def _sgd(rule: Rule, state: State, grad: Interval) -> tuple[Interval, State]:
         return grad, {}
     before = state.get("momentum", point(np.zeros_like(grad.lo)))
     after = before.times(rule.momentum).plus(grad)
-    after = after.wider(4 * U * (_size(before) + _size(grad)))
+    after = after.wider(4 * U * (before.size + grad.size))
     return after, {"momentum": after}
 
 
@@ -153,10 +168,10 @@ def _adam(rule: Rule, state: State, grad: Interval, step: int, variant: Variant)
     beta1, beta2 = rule.betas[::-1] if variant.swapped else rule.betas
     zero = point(np.zeros_like(grad.lo))
     m, v = (zero, zero) if variant.forget else (state.get("exp_avg", zero), state.get("exp_avg_sq", zero))
-    weight1, weight2 = 1 - beta1, (1 - beta2) * variant.squares
+    weight1, weight2 = 1 - beta1, 1 - beta2
     first = 1 - beta1**step if variant.corrected else 1.0
     root = (1 - beta2**step) ** 0.5 if variant.corrected else 1.0
-    eps = rule.eps * variant.eps
+    eps = rule.eps
     c = v.times(beta2)
     if variant.eps_inside:
         c = Interval(c.lo + eps * root**2, c.hi + eps * root**2)
@@ -166,7 +181,7 @@ def _adam(rule: Rule, state: State, grad: Interval, step: int, variant: Variant)
         np.where((grad.lo <= 0) & (grad.hi >= 0), 0.0, np.minimum(grad.lo**2, grad.hi**2)),
         np.maximum(grad.lo**2, grad.hi**2),
     )
-    exp_avg = m.times(beta1).plus(grad.times(weight1)).wider(4 * U * (_size(m) + weight1 * _size(grad)))
+    exp_avg = m.times(beta1).plus(grad.times(weight1)).wider(4 * U * (m.size + weight1 * grad.size))
     exp_avg_sq = v.times(beta2).plus(squares.times(weight2))
     slack = 4 * U * exp_avg_sq.hi + 2.0**-149
     return change, {
@@ -184,7 +199,7 @@ def _extremes(a: Interval, c: Interval, g: Interval, b: float, d: float, eps: fl
     found = []
     for ends, pick in ((a.lo, np.minimum), (a.hi, np.maximum)):
         best = None
-        for squares in c:
+        for squares in (c.lo, c.hi):
             squares = np.maximum(squares, 0)
             for at in (g.lo, g.hi, *_turning(ends, squares, b, d, eps)):
                 at = np.clip(at, g.lo, g.hi)
@@ -193,7 +208,8 @@ def _extremes(a: Interval, c: Interval, g: Interval, b: float, d: float, eps: fl
                 best = value if best is None else pick(best, value)
         found.append(best)
     least, most = found
-    assert least is not None and most is not None
+    assert least is not None
+    assert most is not None
     return least, most
 
 

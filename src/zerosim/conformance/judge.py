@@ -14,23 +14,24 @@ import numpy as np
 
 from zerosim.bands import BF16, FP16, FP32, Array, DType
 from zerosim.conformance import compare, volume
-from zerosim.conformance.board import Doing, Slot, out_of_order
+from zerosim.conformance.board import Doing, Slot
+from zerosim.conformance.carried import Carried
 from zerosim.conformance.collectives import POINT_TO_POINT
 from zerosim.conformance.evidence import Evidence
 from zerosim.conformance.exact import exact_average
 from zerosim.conformance.forward import Forward
-from zerosim.conformance.intervals import Interval, State, before_rounding, point, unit
+from zerosim.conformance.intervals import unit
 from zerosim.conformance.layout import Layout, Piece
 from zerosim.conformance.local_gradients import Local, LocalGradients, noise
-from zerosim.conformance.reading import Beginnings, Reader, Rows, share, stacked, union
-from zerosim.conformance.scaler import Scaler
+from zerosim.conformance.order import out_of_order
+from zerosim.conformance.reading import Beginnings, Reader, Rows, share, stacked
 from zerosim.conformance.seen import Seen
 from zerosim.records.conformance import EVERY, VERDICT_SCHEMA, Cause, Expected, Finding, Recipe, Verdict
+from zerosim.scaling import Scaler
 from zerosim.stages import Stage
 
 OPTIMIZER_BANDS = ("exp_avg", "exp_avg_sq", "momentum", "master")
 GRADS = ("handed grads", "grads")
-KEPT = 8  # updates whose gradients are kept
 Search = Callable[[Array], Sequence[dict[str, list[Piece]]] | None]
 
 
@@ -38,30 +39,27 @@ class Judge:
     """Holds N ranks' steps to the row that they say they follow. ``dtype`` is that of the module's parameters.
 
     ``expected`` gives the schedule's numbers when the first batch is there. ``search`` asks the ranks for tensors that
-    look like an optimizer's state after the first step, given what those must be like. ``beat`` is called now and
-    then, so that whoever waits knows that this goes on.
+    look like an optimizer's state after the first step, given the gradient that it was made with.
     """
 
     def __init__(
         self, layout: Layout, row: Stage, ranks: int, recipe: Recipe, dtype: DType, local: LocalGradients,
-        expected: Callable[[Any, Any], Expected], search: Search | None = None, beat: Callable[[], None] = lambda: None,
+        expected: Callable[[Any, Any], Expected], search: Search | None = None,
     ) -> None:  # fmt: skip
-        self.layout, self.row, self.ranks, self.recipe = layout, row.on(ranks, None), ranks, recipe
+        self.layout, self.row, self.ranks, self.recipe = layout, row.on(ranks, recipe.node), ranks, recipe
+        self._asked_row = row
         self.name, self.findings, self.notes = row.name, list[Finding](), list[str]()
         self.steps = 0
         self.compared: dict[str, int] = {}
         self._reader = Reader(layout, dtype)
         self._beginnings = Beginnings(self._reader)
-        self._local, self._expect, self._search, self._beat = local, expected, search, beat
+        self._local, self._expect, self._search = local, expected, search
         self._forward = Forward(local, layout)
-        self._scaler = Scaler(recipe.loss_scale, dynamic=recipe.dynamic)
+        self._scaler = Scaler(recipe.loss_scale) if recipe.loss_scale is not None else None
         self._volume: volume.Volume | None = None
-        self._state: State = {}
-        self._master: Interval | None = None
-        self._updates = 0
+        self._carried = Carried(self._reader)
         self._past: Evidence | None = None
         self._pending: tuple[Evidence, list[Rows]] | None = None
-        self._history: list[Interval] = []  # of the first updates' gradients
         self._owner = np.full(layout.size, -1)
         self._stopped = False
 
@@ -73,7 +71,9 @@ class Judge:
             if self._in_order(seen) and not self._stopped:
                 self._values(seen)
         if self._volume is None:
-            self._volume = volume.Volume(self._expect(seen[0].x, seen[0].y), self.layout, self.name, self.ranks)
+            self._volume = volume.Volume(
+                self._expect(seen[0].x, seen[0].y), self.layout, self._asked_row, self.recipe, self.ranks
+            )
         if (found := self._volume.step(seen)) is not None and not any(f.cause is Cause.VOLUME for f in self.findings):
             self.findings.append(found)
         return self.findings[already:]
@@ -109,7 +109,11 @@ class Judge:
         if self._skipped(e, ends):
             self._past, self._beginnings.after = replace(e, past=None), ends
             return
-        if self._updates == 0 and self._search is not None and not any(each.bands.get("exp_avg") for each in seen):
+        if (
+            self._carried.updates == 0
+            and self._search is not None
+            and not any(each.bands.get("exp_avg") for each in seen)
+        ):
             self._look_for_state(e)
         right = self._gradients(e)
         if self._stopped:
@@ -119,7 +123,7 @@ class Judge:
             self._update(e, ends, right)
         else:
             self._pending = e, ends  # until the next forward shows the rest
-            self._carry(e, None)
+            self._carried.after(e)
         self._past = replace(e, past=None)
 
     def _begin(self, seen: Sequence[Seen]) -> list[Array] | None:
@@ -137,15 +141,14 @@ class Judge:
         if not known.all():
             name, _ = self.layout.at(int(np.flatnonzero(~known)[0]))
             self.notes.append(
-                f"values not compared: {name} is nowhere whole, nor as a shard. Hand it over: check.band('params', shard, "
-                f"offset, of=module)."
+                f"values not compared: {name} is nowhere whole, nor as a shard. Hand it over: check.band('params', "
+                f"shard, offset, of=module)."
             )
             self._stopped = True
             return None
         return theta
 
     def _one(self, seen: Seen, theta: Array, scale: float) -> Local:
-        self._beat()
         if seen.rows == 0:
             nothing = np.zeros(self.layout.size)
             return Local(0.0, 0.0, nothing, nothing, [nothing] * self.recipe.accumulate, [], True, 0.0)
@@ -157,20 +160,28 @@ class Judge:
         return self._one(seen, theta, 1.0)
 
     def _scale(self, seen: Sequence[Seen]) -> float:
-        return next((each.loss_scale for each in seen if each.loss_scale), None) or self._scaler.scale or 1.0
+        return next((each.loss_scale for each in seen if each.loss_scale), None) or (
+            self._scaler.scale if self._scaler is not None else 1.0
+        )
+
+    def _factor(self) -> float:
+        """What the schedule makes of the learning rate in this step."""
+        schedule = self.recipe.schedule
+        if schedule is None:
+            return 1.0
+        return schedule.factor(self._carried.updates if schedule.counts == "updates" else self.steps - 1)
 
     def _evidence(self, seen: Sequence[Seen], theta: list[Array], local: list[Local]) -> Evidence:
         total = sum(each.rows for each in seen)
         by_rows = self.recipe.average == "rows"
-        if self._master is None or theta[0].dtype.itemsize >= 4:
-            self._master = before_rounding(theta[0]) if theta[0].dtype.itemsize < 4 else point(theta[0])
         return Evidence(
             step=seen[0].step, row=self.row, layout=self.layout, recipe=self.recipe, seen=seen, theta=theta,
-            master=self._master, local=local, weights=[self.ranks * r.rows / total if by_rows else 1.0 for r in seen],
-            noise=noise(self.layout, local), wire=_wire(seen), state=self._state, updates=self._updates,
-            scale=self._scale(seen), lr=seen[0].lr, owner=self._owner, past=self._past,
-            history=tuple(self._history),
-            exact=exact_average(self.layout, local, self.recipe, self.row) if self.recipe.exact else None,
+            master=self._carried.begin(theta[0]), local=local,
+            weights=[self.ranks * r.rows / total if by_rows else 1.0 for r in seen],
+            noise=noise(self.layout, local), wire=_wire(seen), state=self._carried.state, updates=self._carried.updates,
+            scale=self._scale(seen), lr=seen[0].lr, factor=self._factor(), owner=self._owner, past=self._past,
+            history=tuple(self._carried.history),
+            exact=exact_average(self.layout, local, self.recipe, self._asked_row) if self.recipe.exact else None,
         )  # fmt: skip
 
     def _find_owners(self, seen: Sequence[Seen]) -> None:
@@ -189,8 +200,7 @@ class Judge:
 
     def _look_for_state(self, e: Evidence) -> None:
         """Have the ranks look among their tensors for the optimizer's state, by what it must be proportional to."""
-        assert self._search is not None
-        found = self._search(e.clipped.middle)
+        found = self._search(e.clipped.middle) if self._search is not None else None
         for each, bands in zip(e.seen, found or (), strict=False):
             for band, pieces in bands.items():
                 each.bands.setdefault(band, pieces)
@@ -200,10 +210,11 @@ class Judge:
         """Whether the step had to be skipped for a number that is not finite; who did not is found."""
         overflow = e.overflow()
         kept = [np.array_equal(v[known], theta[known]) for (v, known), theta in zip(ends, e.theta, strict=True)]
-        if overflow == "no" or (overflow == "maybe" and not all(kept)):
-            self._scaler.went_well()
+        finite = overflow == "no" or (overflow == "maybe" and not all(kept))
+        if self._scaler is not None:
+            self._scaler.update(finite=finite)
+        if finite:
             return False
-        self._scaler.overflowed()
         if not all(kept):
             odd = [rank for rank, same in enumerate(kept) if not same]
             culprits = [rank for rank, local in enumerate(e.local) if not local.finite]
@@ -211,8 +222,8 @@ class Judge:
             whose = f"rank {culprits[0]}'s gradient" if culprits else "the sum"
             who = f"rank {rank} updates its parameters" if rank != EVERY else "the parameters are updated"
             text = (
-                f"{who} though {whose} is not finite at a loss scale of {e.scale:g}: all ranks must skip this step. Tell "
-                f"every rank of it (all-reduce the flag with MAX) before the optimizer's step."
+                f"{who} though {whose} is not finite at a loss scale of {e.scale:g}: all ranks must skip this step. "
+                f"Tell every rank of it (all-reduce the flag with MAX) before the optimizer's step."
             )
             self._stop(Finding(e.step, rank, "params", Cause.SCALING, text))
         return True
@@ -244,35 +255,13 @@ class Judge:
         if states is not None and (params is None or states.cause is not Cause.STATE):
             self._stop(states)
         elif not self._stop(params):
-            self._carry(e, (master, state, rows))
+            self._carried.after(e, (master, state), rows)
 
     def _everyones(self, known: Array) -> bool:
-        """Whether a state was seen of every trained element, on the rank that owns it: then its gradient was right too."""
+        """Whether a state was seen of every trained element, on its owner: if it is right, so was the gradient."""
         owned = np.arange(self.ranks)[:, None] == self._owner
         there = (known & (owned | (self._owner < 0))).any(0)
         return bool(there[self.layout.trainable()].all())
-
-    def _carry(self, e: Evidence, right: tuple[Interval, State, Rows] | None) -> None:
-        """What the next step begins with: the user's own state where it was seen, ours where it was not."""
-        self._updates = e.updates + 1
-        if len(self._history) == e.updates < KEPT:
-            self._history.append(e.clipped)
-        if right is None:
-            master, state = e.advance(np.arange(self.layout.size), e.clipped)
-        else:
-            master, state, rows = right
-            kept, known = union(*rows)
-            if kept.dtype.itemsize < 4:
-                was = before_rounding(kept)
-                lo, hi = np.maximum(master.lo, was.lo), np.minimum(master.hi, was.hi)
-                master = Interval(np.where(known, lo, master.lo), np.where(known, hi, master.hi))
-        self._state = {band: self._own(e, band, each) for band, each in state.items()}
-        self._master = self._own(e, "master", master)
-
-    def _own(self, e: Evidence, band: str, ours: Interval) -> Interval:
-        values, known = union(*self._reader.band(e.seen, band))
-        exact = values.astype(np.float64)
-        return Interval(np.where(known, exact, ours.lo), np.where(known, exact, ours.hi))
 
     def _finish(self, seen: Sequence[Seen] | None) -> None:
         """Judge the update that could not be judged before its parameters were seen."""

@@ -7,6 +7,7 @@ Must not know schemes, optimizers or how anything is judged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def _rectangle(
     )
     breaks = np.flatnonzero(np.diff(where) != 1) + 1
     edges = [0, *breaks.tolist(), len(where)]
-    return [Piece(start + int(where[a]), local[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [Piece(start + int(where[a]), local[a:b]) for a, b in pairwise(edges)]
 
 
 def assemble(pieces: Sequence[Piece], into: Array, known: Array) -> None:

@@ -80,10 +80,10 @@ class LocalGradients:
         finite = all(bool(np.isfinite(grad).all()) for _, grad in found)
         with np.errstate(invalid="ignore", over="ignore"):
             parts = [grad / scale for _, grad in found]
-            mean = sum(parts) / len(parts)
+            mean = np.mean(parts, axis=0)
         return Local(
             loss=float(np.mean([loss for loss, _ in found])), exact_loss=float(np.mean([loss for loss, _ in exact])),
-            grad=mean, exact=sum(grad for _, grad in exact) / len(exact), parts=parts,
+            grad=mean, exact=np.mean([grad for _, grad in exact], axis=0), parts=parts,
             losses=[loss for loss, _ in found], finite=finite, largest=largest,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ Changes nothing of the user's and sends nothing. Must not know what is expected.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from zerosim.bands import Array
 from zerosim.conformance.collectives import Watch
-from zerosim.conformance.layout import Layout, Matcher, Memory, Piece, array_of, assemble
+from zerosim.conformance.forward_hooks import ForwardHooks
+from zerosim.conformance.layout import Layout, Matcher, Memory, Piece, assemble
 from zerosim.conformance.optimizers import Optimizers, Runs
 from zerosim.conformance.patience import Patience
 from zerosim.conformance.search import State
-from zerosim.conformance.seen import Seen, copied, leaves, sliced
+from zerosim.conformance.seen import Seen, copied, leaves
 from zerosim.conformance.side import Side
 from zerosim.conformance.storages import Storages
 from zerosim.real_ranks.meter import Counters, Kernel
@@ -84,10 +85,9 @@ class Observer:
         self._storages.ignore([*leaves(x), *leaves(y), *leaves((seen.x, seen.y)), *seen.buffers.values()])
         self._storages.begin()
         self._stack = stack = ExitStack()
-        self._hook_forward(stack, net)
+        partial = {name for name, each in net.items() if self._at_rest(name, each) is None or isinstance(each, DTensor)}
+        stack.enter_context(ForwardHooks(self.net, self.layout, self.loss, seen, self._watch, partial))
         stack.enter_context(self._optimizers)
-        stack.callback(setattr, torch.autograd, "backward", torch.autograd.backward)
-        torch.autograd.backward = self._backward(torch.autograd.backward)
         stack.enter_context(self._storages.resizing())
         self._counted = self._count()
         stack.enter_context(self._watch)
@@ -119,7 +119,7 @@ class Observer:
         try:
             return self.kernel.read()
         except OSError:  # one of the sockets is gone
-            return Counters(None, None, None)
+            return Counters(None, None, None, None, None)
 
     def look_for_state(self, grad: Array) -> dict[str, list[Piece]]:
         """Look among this rank's tensors for the state of an optimizer of the user's own, after its first step."""
@@ -156,69 +156,6 @@ class Observer:
                 return what.format(some)
         return ""
 
-    def _backward(self, backward: Any) -> Any:
-        """torch's ``backward``, and beside it a look at the number that it begins with."""
-
-        def seen(tensors: Any, *args: Any, **options: Any) -> Any:
-            one = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-            if isinstance(one, torch.Tensor) and one.numel() == 1:
-                with self._watch.paused():
-                    self.seen.backward.append(float(one.detach()))
-            return backward(tensors, *args, **options)
-
-        return seen
-
-    def _hook_forward(self, stack: ExitStack, net: dict[str, Tensor]) -> None:
-        taken = [0]
-
-        def before(_: Any, args: Any, kwargs: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            with self._watch.paused(), torch.no_grad():
-                given = leaves((args, kwargs))
-                rows = len(given[0]) if given else 0
-                self.seen.forwarded = max(self.seen.forwarded, 0) + rows
-                declared = leaves(sliced(self.seen.x, slice(taken[0], taken[0] + rows)))
-                self.seen.strange += _strange(given, declared)
-
-        def after(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            given = leaves((args, kwargs))
-            rows = len(given[0]) if given else 0
-            with self._watch.paused(), torch.no_grad(), suppress(Exception):
-                wanted = sliced(self.seen.y, slice(taken[0], taken[0] + rows))
-                device = given[0].device if given else "cpu"
-                wanted = _moved(wanted, device)
-                self.seen.losses.append(float(self.loss(output, wanted)))
-            taken[0] += rows
-
-        for hook in (
-            self.net.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            self.net.register_forward_hook(after, with_kwargs=True),
-        ):
-            stack.callback(hook.remove)
-        partial = {name for name, each in net.items() if self._at_rest(name, each) is None or isinstance(each, DTensor)}
-        read: set[str] = set()
-        for path, module in self.net.named_modules():
-            own = {name: f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)}
-            own = {name: full for name, full in own.items() if full in partial}
-            if own:
-                stack.callback(module.register_forward_pre_hook(self._reading(own, read)).remove)
-
-    def _reading(self, own: dict[str, str], read: set[str]) -> Any:
-        def hook(module: Any, _: Any) -> None:
-            for name, full in own.items():
-                tensor = getattr(module, name, None)
-                if full in read or not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-                    continue
-                if tuple(tensor.shape) == self.layout.shape(full):
-                    with self._watch.paused():
-                        self.seen.read.append(Piece(self.layout.span(full).start, array_of(tensor)))
-                    read.add(full)
-
-        return hook
-
     # -- what is there
 
     def _at_rest(self, name: str, tensor: Tensor) -> list[Piece] | None:
@@ -237,7 +174,7 @@ class Observer:
 
     def _matcher(self, *, after: bool = False) -> Matcher | None:
         """Finds copies of parts of the parameters, as they were when the step began or as they are."""
-        pieces = self._whole(self._parameters()) if after else self._before
+        pieces = self._whole(self._parameters()) + self.seen.read if after else self._before
         if not pieces:
             return None
         flat, known = np.zeros(self.layout.size, pieces[0].values.dtype), np.zeros(self.layout.size, bool)
@@ -281,21 +218,3 @@ def _changed(now: Sequence[Piece], before: Sequence[Piece]) -> bool:
 
 def _same(one: Array, other: Array) -> bool:
     return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-
-
-def _strange(given: Sequence[Tensor], declared: Sequence[Tensor]) -> int:
-    """Elements of what the module was given that are not the batch's, cast as it has been."""
-    count = 0
-    for one, other in zip(given, declared, strict=False):
-        if one.shape != other.shape:
-            return count + one.numel()
-        count += int((one.detach().cpu() != other.to(one.dtype)).sum())
-    return count
-
-
-def _moved(tree: Tree, device: Any) -> Tree:
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    return tuple(_moved(value, device) for value in tree) if isinstance(tree, list | tuple) else tree

@@ -11,9 +11,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from zerosim.conformance.board import Board, Doing, Mismatch, Slot, dead, died, out_of_order, stalled, undecided
+from zerosim.conformance.board import Board, Doing, Mismatch, Slot, dead
+from zerosim.conformance.order import died, out_of_order, stalled, undecided
 from zerosim.conformance.side import Side
 
 LOOK = 0.25  # seconds between two looks
@@ -40,6 +42,7 @@ class Patience:
         self.board, self.side, self.timeout, self.ended = board, side, timeout, ended
         self.usual: list[tuple[str, str]] = []
         """What this rank asked for in the step before."""
+        self._working = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zerosim.check", daemon=True)
         if side.size > 1:
@@ -49,6 +52,15 @@ class Patience:
         """This rank begins a step."""
         self.usual = self.board.slot(self.side.rank).asked
         self.board.begin(step)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Within the block this rank does something of the check's own, for which the others may wait for long."""
+        self._working = True
+        try:
+            yield
+        finally:
+            self._working = False
 
     def stop(self) -> None:
         """The check is over on this rank."""
@@ -97,6 +109,8 @@ class Patience:
     def _watch(self) -> None:
         before, since, own_since = self.board.beats(), time.monotonic(), time.monotonic()
         while not self._stop.wait(LOOK):
+            if self._working:
+                self.board.beat()
             now, beats = time.monotonic(), self.board.beats()
             if beats != before:
                 since = now

@@ -47,7 +47,7 @@ def stacked(rows: Sequence[Rows]) -> Rows:
 
 def union(values: Array, known: Array) -> Rows:
     """Of each element the first rank's value that is known [P], and whether any is [P]."""
-    return values[known.argmax(0), np.arange(values.shape[1])], known.any(0)
+    return values[known.argmax(0), np.arange(values.shape[1])], np.asarray(known.any(0))
 
 
 def share(seen: Sequence[Seen], layout: Layout) -> None:
@@ -148,9 +148,9 @@ class Beginnings:
             why = "They are those from before the last update: a stale gather. Gather again after each update."
         else:
             why = "A misplaced gather, or one that was not waited for: each chunk must be in its place."
-        whose = f"rank {owners[0]} gives stale or misplaced values of {name}: every rank's forward reads" if spread else (
-            f"its forward reads values of {name} that are not those that the ranks hold:"
-        )  # fmt: skip
+        whose = f"its forward reads values of {name} that are not those that the ranks hold:"
+        if spread:
+            whose = f"rank {owners[0]} gives stale or misplaced values of {name}: every rank's forward reads"
         return Finding(
             seen[0].step, int(owners[0]) if spread else rank if len(wrong) < len(seen) else -1, "gathered params",
             Cause.FORWARD, f"{whose} {int(here.sum()):,} of {here.size:,} elements wrong. {why}", name, start,

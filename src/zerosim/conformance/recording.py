@@ -61,9 +61,10 @@ class Recorder:
         dtype = next(iter(local.module.parameters())).dtype
         manifest = Manifest(
             schema=RUN_SCHEMA, created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={"torch": torch.__version__}, row=self._row, ranks=self._ranks, recipe=self._recipe,
+            versions={"torch": str(torch.__version__)}, row=self._row, ranks=self._ranks, recipe=self._recipe,
             parameters=self._layout.parameters, expected=expect(seen.x, seen.y),
-            dtype=str(dtype).removeprefix("torch."), cast=local.cast, unexported=_export(local, seen, self.folder / MODEL),
+            dtype=str(dtype).removeprefix("torch."), cast=local.cast,
+            unexported=_export(local, seen, self.folder / MODEL),
         )  # fmt: skip
         save_manifest(manifest, self.folder)
 
@@ -175,7 +176,9 @@ def _local(
             f"{folder}: the model could not be written down ({manifest.unexported or 'its file is missing'}). Pass "
             f"--model file.py:function, which returns (module, loss)."
         )
-    program = torch.export.load(folder / MODEL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.load(folder / MODEL)
     return LocalGradients(
         _Eval(program), layout, lambda module, x, y: module(x, y), cast=manifest.cast, prefix="program.module."
     )
@@ -187,6 +190,11 @@ class _Eval(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, program: Any) -> None:
         super().__init__()
         self.program = program.module()
+        graph = self.program.graph
+        for node in list(graph.nodes):  # it is run in fp64 too, which these would refuse
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph.erase_node(node)
+        self.program.recompile()
 
     def forward(self, x: Tree, y: Tree) -> Tensor:
         """The loss."""

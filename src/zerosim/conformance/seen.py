@@ -73,8 +73,8 @@ class Seen:
 
 
 _PLAIN = (
-    "rank", "step", "rows", "forwarded", "strange", "alike", "losses", "backward", "owned", "kernel", "lr", "loss_scale",
-    "training", "numbers",
+    "rank", "step", "rows", "forwarded", "strange", "alike", "losses", "backward", "owned", "kernel", "lr",
+    "loss_scale", "training", "numbers",
 )  # fmt: skip
 _PIECES = ("params", "read", "created")
 

@@ -38,7 +38,8 @@ class Side:
     """Rank ``rank`` of ``size``, and the way to the others. One alone sends nothing."""
 
     def __init__(self) -> None:
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank: int = dist.get_rank() if dist.is_initialized() else 0
+        self.size: int = dist.get_world_size() if dist.is_initialized() else 1
         self._group: Any = None
         self._store: Any = None
         self.sockets: frozenset[int] = frozenset()

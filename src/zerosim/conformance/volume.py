@@ -6,7 +6,7 @@ user's own affair. Must not know values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import prod
 
@@ -24,8 +24,9 @@ ITEM = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 class Volume:
     """Compares, step by step, against one step of the schedule."""
 
-    def __init__(self, expected: Expected, layout: Layout, name: str, ranks: int, precision: str = "") -> None:
-        self.expected, self.layout, self.name, self.ranks = expected, layout, name, ranks
+    def __init__(self, expected: Expected, layout: Layout, row: Stage, recipe: Recipe, ranks: int) -> None:
+        self.expected, self.layout, self.name, self.ranks = expected, layout, row.name, ranks
+        self._each = per_parameter(row, recipe, {each.rule for each in layout.parameters}, ranks)
         self.held: list[str] = []
         self.notes: list[str] = []
         self._last: tuple[str, ...] = ()
@@ -44,8 +45,8 @@ class Volume:
             by_kind[each.kind] = by_kind.get(each.kind, Fraction(0)) + sent(each) / self.ranks
             nbytes[each.kind] = nbytes.get(each.kind, Fraction(0)) + sent(each) * ITEM[each.dtype] / self.ranks
         total = sum(by_kind.values(), Fraction(0))
-        logical = sum(self.expected.logical.values())
-        least, most = logical, max(sum(self.expected.elements.values()), logical * self._padded)
+        logical = Fraction(sum(self.expected.logical.values()))
+        most = max(Fraction(sum(self.expected.elements.values())), logical * self._padded)
         item = next((ITEM[each.dtype] for each in asked), 4)
         should = sum(self.expected.elements.values()) * item
         listed = ", ".join(f"{kind} {_bytes(count)}" for kind, count in nbytes.items() if count)
@@ -62,7 +63,7 @@ class Volume:
         calls = len([each for each in seen[0].asked if _counts(each) and each.kind is not Kind.RECEIVE])
         usual = sum(self.expected.collectives.values())
         said = f"asked: {text}: {listed or 'nothing'}, in {calls} calls (the schedule's: {usual}){beside}"
-        if total < least:
+        if total < logical:
             said += "; less, which is right where it keeps what was gathered, or reduces once"
         self.held = [said, *self.held_lines(seen)]
         return None
@@ -86,7 +87,8 @@ class Volume:
         rest, should = sum(fullest.rest.values()), sum(self.expected.resident.values())
         bands = ", ".join(f"{band} {nbytes:,}" for band, nbytes in fullest.rest.items() if nbytes)
         each = (rest - should) / self.layout.size
-        text = f"held: {rest:,} B at rest on the fullest rank ({bands}); {self.name} holds {should:,}"
+        text = f"held: {rest:,} B at rest on the fullest rank ({bands}); {self.name} holds {should:,}, {self._each} B "
+        text += "of each parameter"
         if rest > should:
             text += f"; {each:.2f} B per parameter more that are your own"
             text += f" (outside of the states: {'; '.join(fullest.largest)})" if fullest.rest.get("elsewhere") else ""
@@ -99,13 +101,15 @@ class Volume:
         return lines
 
 
-def per_parameter(row: Stage, recipe: Recipe, rule: Rule, ranks: int) -> str:
-    """What a row holds of each parameter, as ``"8 + 8/N"`` bytes."""
+def per_parameter(row: Stage, recipe: Recipe, rules: Iterable[Rule], ranks: int) -> str:
+    """What a row holds of each parameter in bytes, as ``"8 + 8/N"``: N ranks, or S of a group."""
     dtypes = PRECISIONS[recipe.precision].dtypes(WIRES["fp32"])
-    bands = [*PRECISIONS[recipe.precision].states, *(Band(name) for name in rule.states)]
-    whole = sum(dtypes[band].itemsize for band in bands if row.pieces(band, ranks) == 1)
-    shard = sum(dtypes[band].itemsize for band in bands if row.pieces(band, ranks) > 1)
-    return " + ".join(part for part in (str(whole) * (whole > 0), f"{shard}/N" * (shard > 0)) if part)
+    states = {Band(name) for rule in rules for name in rule.states}
+    each: dict[str, int] = {"": 0, "/S": 0, "/N": 0}
+    for band in (*PRECISIONS[recipe.precision].states, *sorted(states)):
+        pieces = row.piece(band, 0, ranks, recipe.node)[1]
+        each["" if pieces == 1 else "/N" if pieces == ranks else "/S"] += dtypes[band].itemsize
+    return " + ".join(f"{nbytes}{over}" for over, nbytes in each.items() if nbytes)
 
 
 def _counts(asked: Asked) -> bool:

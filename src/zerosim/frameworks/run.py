@@ -11,11 +11,14 @@ gloo's framing explain, to the byte; the ranks end with the same parameters. The
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from zerosim.frameworks.comparison import FrameworkComparison
 from zerosim.frameworks.observation import Observation
@@ -69,7 +72,7 @@ def run(
                 if not importlib.util.find_spec("deepspeed"):
                     found.append(_skipped(variant, "deepspeed is not installed; pip install 'zerosim[deepspeed]'"))
                     continue
-                _load_deepspeed()
+                _quietly("deepspeed")  # once, before ranks are forked: it takes seconds
             observed = _observed(variant, settings, steps, timeout, interface)
             comparison = FrameworkComparison(variant, settings, steps, observed)
             found.append(comparison.record())
@@ -101,8 +104,7 @@ def _observed(
     variant: Variant, settings: Settings, steps: int, timeout: float, interface: str | None
 ) -> list[Observation]:
     """What each rank saw of the run."""
-    from zerosim.frameworks import worker  # only now: it imports torch
-
+    worker = _quietly("zerosim.frameworks.worker")  # only now: it imports torch
     task = Task(
         variant=variant, ranks=settings.ranks, steps=steps, batch=settings.batch, seed=settings.seed,
         model_seed=settings.model_seed, widths=settings.widths,
@@ -122,7 +124,10 @@ def _observed(
             return [pickle.loads(result.data) for result in coordinator.gather(Result, doing)]
 
 
-def _load_deepspeed() -> None:
-    """Once, before ranks are forked: it takes seconds. What it prints is of no use here."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        importlib.import_module("deepspeed")
+def _quietly(module: str) -> Any:
+    """Import what frameworks are part of. What they print and warn of meanwhile is theirs."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)

@@ -13,8 +13,7 @@ from typing import Any
 
 from zerosim.layers import Role
 from zerosim.planner import config_file, hf_inputs, hf_models, lora
-from zerosim.planner.config_facts import Facts
-from zerosim.planner.model_source import Inputs
+from zerosim.planner.model_source import ConfigFacts, Inputs
 from zerosim.records.plan import Finetuning
 from zerosim.torch_models.profile import measure
 from zerosim.torch_models.units import Wrap
@@ -116,7 +115,7 @@ class ConfigModel:
             f"without.{hint}"
         )
 
-    def _facts(self, probe: ModelShapes) -> Facts:
+    def _facts(self, probe: ModelShapes) -> ConfigFacts:
         way, finetuning = self._way, self._finetuning
         whole = sum(parameter.numel() for parameter in way.module.parameters())
         notes = [*self._architecture.notes, *config_file.misspelt(self._values, _declared(self._config), self._where)]
@@ -133,7 +132,7 @@ class ConfigModel:
                 f"whether it fits is said only where the model states alone do not"
             )
         most, table = hf_models.positions(way.module, self._config)
-        return Facts(
+        return ConfigFacts(
             name=self._architecture.name, most=most, table=table, length=way.length, attention=way.attention,
             call=way.call, largest_module=_largest(way.module), notes=tuple(notes),
             runs=self._error is None,

@@ -14,8 +14,7 @@ import msgspec
 
 from zerosim.planner import shape_cache
 from zerosim.planner.batch_sizes import BatchSizes, compact
-from zerosim.planner.config_facts import Facts
-from zerosim.planner.model_source import Prepared, Workload, too_large
+from zerosim.planner.model_source import ConfigFacts, Prepared, Workload, too_large
 from zerosim.records.plan import Finetuning
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
@@ -39,14 +38,14 @@ class ConfigSource:
         )
         self._own_notes = notes
         self._sizes: dict[tuple[int | None, str, str, str, str], BatchSizes] = {}
-        self._found: Facts | None = None
+        self._found: ConfigFacts | None = None
         self._model: Any = None  # what torch has of it, once that was needed
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> ConfigFacts:
         """What is known of it, kept or from a first run. ValueError, with what would work, if it can't be run."""
         if self._found is None:
-            self._found = shape_cache.load(self._content, Facts)
+            self._found = shape_cache.load(self._content, ConfigFacts)
         if self._found is None:
             self._found = self._torch().facts
             shape_cache.save(self._content, self._found)

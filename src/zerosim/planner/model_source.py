@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from zerosim.bands import DType
 from zerosim.layers import Model
 from zerosim.model import MLP
@@ -19,6 +21,26 @@ Inputs = Callable[[int, int | None], Any]
 """What a module is called with, for so many rows of such a length."""
 
 MOST_PARAMETERS = 10**15  # a thousand trillion; what is counted of it stays below 2**63
+
+
+class ConfigFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a configuration's model whatever is asked of it.
+
+    ``name`` is the class; ``most`` the tokens of a row that it was made for, and ``table`` whether it has no positions
+    beyond; ``length`` whether its rows have a length at all; ``attention`` and ``call`` say how it runs: the
+    implementation, and which of the things that it may be called with. ``runs`` is False where it can't
+    be run on shapes: then only its parameters are known.
+    """
+
+    name: str
+    most: int | None
+    table: bool
+    length: bool
+    attention: str
+    call: int
+    largest_module: int
+    notes: tuple[str, ...]
+    runs: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
+import msgspec
+
+from zerosim.optimizer import Schedule
+from zerosim.options import LossScale
 from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.stages import Stage
 
@@ -91,16 +95,17 @@ class Recipe(Record):
     """How the model is trained, as the user has said it.
 
     ``precision`` is one of ``bands.PRECISIONS``. ``average`` says whether uneven ranks are averaged over
-    ``"rows"`` or over ``"ranks"``. ``loss_scale`` is the first step's, 0 for none, and ``dynamic``
-    whether it follows torch's GradScaler. ``exact`` says that the layout is the
-    simulator's, so that gradients are compared in bits.
+    ``"rows"`` or over ``"ranks"``. ``loss_scale`` is None for none; ``schedule`` is the optimizer's, and
+    ``node`` how many ranks are a group. ``exact`` says that the layout is the simulator's, so that gradients are
+    compared in bits.
     """
 
     precision: str
     accumulate: int = 1
     clip: float | None = None
-    loss_scale: float = 0.0
-    dynamic: bool = False
+    loss_scale: LossScale | None = None
+    schedule: Schedule | None = None
+    node: int | None = None
     average: str = "rows"
     all_reduce: bool = False
     exact: bool = False
@@ -113,11 +118,11 @@ class Expected(Record):
     padding. ``messages`` counts collectives. ``unknown`` says why there are no numbers, if there are none.
     """
 
-    elements: dict[str, int] = {}
-    logical: dict[str, int] = {}
-    collectives: dict[str, int] = {}
-    resident: dict[str, int] = {}
-    peak: dict[str, int] = {}
+    elements: dict[str, int] = msgspec.field(default_factory=dict)
+    logical: dict[str, int] = msgspec.field(default_factory=dict)
+    collectives: dict[str, int] = msgspec.field(default_factory=dict)
+    resident: dict[str, int] = msgspec.field(default_factory=dict)
+    peak: dict[str, int] = msgspec.field(default_factory=dict)
     unknown: str = ""
 
 
@@ -171,9 +176,9 @@ class Held(Record):
     ``largest`` are the biggest of what is in no band, as text. ``peak`` is 0 where it was not measured.
     """
 
-    rest: dict[str, int] = {}
+    rest: dict[str, int] = msgspec.field(default_factory=dict)
     peak: int = 0
-    largest: list[str] = []
+    largest: list[str] = msgspec.field(default_factory=list)
 
 
 class Finding(Record):
