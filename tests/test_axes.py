@@ -16,7 +16,8 @@ from zerosim.bands import FP32, Array, Band, Place
 from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
 from zerosim.comm import Comm
-from zerosim.ledger import Ledger, Report
+from zerosim.counts import Report
+from zerosim.ledger import Ledger
 from zerosim.model import MLP
 from zerosim.options import Gather, Options, Sync
 from zerosim.ranks import OutOfMemory, Ranks, Workspace
