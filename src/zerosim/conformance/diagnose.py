@@ -51,7 +51,7 @@ def _by_one_factor(e: Evidence, seen: Array, mask: Array) -> Iterator[OfGradient
     cause, text = Cause.AVERAGE, f"It is {factor:.4g} times what it must be."
     if e.recipe.clip is not None and 0 < factor * e.clip.middle <= 1:
         norm = e.recipe.clip / (factor * e.clip.middle)
-        text = f"It is clipped by a norm of {norm:.4g}; the norm is {e.clip.norm:.4g}. Does padding count, or a part twice?"
+        text = f"It is clipped by a norm of {norm:.4g}; the norm is {e.clip.norm:.4g}. Does padding count?"
         cause = Cause.CLIPPING
     values = e.clipped.middle * factor
     yield OfGradient(cause, text, lambda index, _: values[index])
