@@ -132,7 +132,8 @@ def ranges(mask: Array) -> list[tuple[int, int]]:
 
 def array_of(tensor: Tensor) -> Array:
     """A flat copy of a tensor in memory of NumPy's, bfloat16 as ml_dtypes has it."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # A copy first: a storage that NumPy has looked at cannot be resized any more, and this one is the user's.
+    flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     if flat.dtype == torch.bfloat16:
         bits: Array = flat.view(torch.int16).numpy().copy().view(BF16)
         return bits
