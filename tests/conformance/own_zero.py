@@ -6,6 +6,7 @@ r-th. ``bugs/bugs.toml`` has pieces of this file's source that become others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Zero:
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.accumulate, self.max_norm, self.scale = accumulate, max_norm, scale
         self.count = 0
-        self.ready = lambda: None  # called when the averages are there, before the update
+        self.ready: Callable[[], None] = lambda: None  # called when the averages are there, before the update
         modules = [each for each in net.modules() if list(each.parameters(recurse=False))]
         self.units = [Unit(module, stage, self.rank, self.size) for module in modules]
         for unit in self.units:

@@ -89,7 +89,7 @@ def test_the_optimizers_of_the_package_are_torchs(optimizer: Any, mine: Callable
     assert watched.findings == []
 
 
-class Warming(torch.optim.Adam):  # type: ignore[misc]
+class Warming(torch.optim.Adam):  # type: ignore[misc, name-defined]
     """Adam whose rate rises with every step, as a scheduler would have it."""
 
     def __init__(self, params: Any, *, lr: float, steps: int) -> None:
@@ -182,7 +182,7 @@ def test_what_is_handed_over_is_compared() -> None:
 )
 def test_what_cannot_be_checked_is_refused(told: dict[str, Any], says: str) -> None:
     """In words, before anything is watched."""
-    usual = {"scheme": DP, "loss": mse_loss, "optimizer": SGD()}
+    usual: dict[str, Any] = {"scheme": DP, "loss": mse_loss, "optimizer": SGD()}
     with pytest.raises((ValueError, TypeError), match=re.escape(says)):
         check(linear(), **usual | told)
 

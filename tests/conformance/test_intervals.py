@@ -1,5 +1,8 @@
 """What an update makes of a gradient's bounds holds what torch makes of any gradient within them, and not much more."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +13,7 @@ from zerosim.conformance.intervals import Interval, Variant, before_rounding, po
 from zerosim.records.conformance import Rule  # noqa: E402
 
 N = 997
-RULES = {
+RULES: dict[str, tuple[Rule, Callable[[Any], Any]]] = {
     "Adam": (Rule(kind="adam", lr=1e-2), lambda p: torch.optim.Adam(p, lr=1e-2)),
     "AdamW": (
         Rule(kind="adam", lr=1e-3, weight_decay=0.1, decoupled=True),
@@ -41,7 +44,7 @@ def test_torchs_update_lies_within(name: str, foreach: bool) -> None:
     param = torch.nn.Parameter(torch.from_numpy(rng.standard_normal(N).astype(np.float32)))
     optimizer = make([param])
     optimizer.param_groups[0]["foreach"] = foreach
-    theta, state = point(param.detach().numpy().copy()), {}
+    theta, state = point(param.detach().numpy().copy()), dict[str, Interval]()
     for step in range(1, 6):
         grad = (rng.standard_normal(N) * 10.0 ** rng.uniform(-9, 1, N)).astype(np.float32)
         radius = np.abs(grad).astype(np.float64) * 10.0 ** rng.uniform(-7, 0.5, N)
