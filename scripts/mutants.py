@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src/zerosim")
-STEP = ("schemes", "options", "predictions", "memory", "traffic")  # what trains and counts
+STEP = ("schemes", "options", "predictions", "memory", "traffic", "axes")  # what trains and counts
 # For each module, a folder's with a dot, the tests that are asked, the quickest to notice first.
 TESTS: dict[str, tuple[str, ...]] = {
     "comm": ("comm", *STEP),
@@ -46,8 +46,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pool": ("pool", "ranks", *STEP),
     "counts": ("ledger", *STEP),
     "ledger": ("ledger", *STEP),
-    "theory.forms": ("theory", "predictions", "memory", "traffic"),
-    "theory.peaks": ("theory", "predictions", "memory"),
+    "theory.forms": ("theory", "predictions", "memory", "traffic", "axes"),
+    "theory.peaks": ("theory", "predictions", "memory", "axes"),
     "optimizer": ("optimizer", "options", "schemes"),
     "stages": ("schemes", "refusals", "options", "predictions"),
     "schemes": (*STEP, "refusals", "properties"),
