@@ -19,6 +19,8 @@ from zerosim.records import results
 from zerosim.schemes import Scheme
 from zerosim.stages import DP, Stage, ZeRO1, ZeRO2, ZeRO3
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 SMALL = ["lab", "--ranks", "3", "--steps", "2", "--batch", "2"]
 
 

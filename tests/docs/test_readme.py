@@ -29,6 +29,8 @@ from zerosim.records.results import Results
 from zerosim.report import plots
 from zerosim.worlds.native import LocalCollectives
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
