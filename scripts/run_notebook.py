@@ -1,6 +1,6 @@
-"""Run notebook.ipynb from top to bottom and keep what it puts out.
+"""Run the notebooks from top to bottom and keep what they put out.
 
-Owns how it is run and what of a run is kept: nothing that differs from run to run.
+Owns how they are run and what of a run is kept: nothing that differs from run to run.
 
     python scripts/run_notebook.py
 """
@@ -16,18 +16,18 @@ import nbformat
 from zerosim.records.files import write_whole
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "notebook.ipynb"
-SECONDS = 120  # for all of it
+NOTEBOOK, EXERCISES = ROOT / "notebook.ipynb", ROOT / "docs" / "write_zero.ipynb"
+SECONDS = 120  # for a cell
 
 
-def read() -> Any:
-    """The notebook as it is committed."""
-    return nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+def read(path: Path = NOTEBOOK) -> Any:
+    """A notebook as it is committed."""
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
-def run(timeout: int = SECONDS) -> Any:
+def run(path: Path = NOTEBOOK, timeout: int = SECONDS) -> Any:
     """It, run anew in a fresh interpreter. CellExecutionError if a cell raises, CellTimeoutError if one is slow."""
-    notebook = read()
+    notebook = read(path)
     client = nbclient.NotebookClient(
         notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": ROOT}}, record_timing=False,
         coalesce_streams=True,
@@ -39,9 +39,10 @@ def run(timeout: int = SECONDS) -> Any:
 
 
 def main() -> None:
-    """Run it, and write it with its outputs."""
-    text: str = nbformat.writes(run())  # type: ignore[no-untyped-call]
-    write_whole(NOTEBOOK, text.encode() + b"\n")
+    """Run them, and write them with their outputs."""
+    for path in (NOTEBOOK, EXERCISES):
+        text: str = nbformat.writes(run(path))  # type: ignore[no-untyped-call]
+        write_whole(path, text.encode() + b"\n")
 
 
 if __name__ == "__main__":
