@@ -64,7 +64,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest instant: its total, every band at that instant, and whose hold reached it. Bytes."""
+    """A peak: its total, every band at that instant, and whose hold reached it. Bytes."""
 
     total: int = 0
     by_band: dict[str, int] = field(default_factory=dict)

@@ -216,15 +216,15 @@ class Ledger:
         return [int(nbytes) for nbytes in self._closed_sent + self._open_sent()]
 
     def peak(self) -> Peak:
-        """The highest instant so far, everything counted."""
+        """The peak so far, everything counted."""
         return max(self._closed_peak, self._settle().peak, key=lambda peak: peak.total)
 
     def host_peak(self) -> Peak:
-        """The highest instant so far of the host's memory."""
+        """The peak so far of the host's memory."""
         return max(self._closed_host_peak, self._open.host_peak, key=lambda peak: peak.total)
 
     def peak_without_activations(self) -> Peak:
-        """The highest instant so far of what scales with the parameters."""
+        """The peak so far of what scales with the parameters."""
         return max(self._closed_peak_without, self._settle().peak_without_activations, key=lambda peak: peak.total)
 
 

@@ -368,7 +368,7 @@ class Scheme:
         return self.ledger.total / self.model.n_params
 
     def peak_bytes_per_param(self) -> float:
-        """The highest instant so far of what scales with the parameters, per parameter: activations left out."""
+        """The peak so far of what scales with the parameters, per parameter: activations left out."""
         return self.ledger.peak_without_activations().total / self.model.n_params
 
     def bytes_comm_per_rank(self) -> int:

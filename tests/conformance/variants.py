@@ -416,6 +416,33 @@ def fsdp(reshard: bool = True, **policy: Any) -> Any:
     return build
 
 
+# -- DeepSpeed, where it is installed
+
+
+def deepspeed(stage: int) -> Any:
+    """Its engine, with an optimizer of torch's. It clips to a norm of 1 unless told not to."""
+
+    def build(net: nn.Module) -> Any:
+        import deepspeed  # type: ignore[import-not-found, unused-ignore]
+        from deepspeed.accelerator import cpu_accelerator  # type: ignore[import-not-found, unused-ignore]
+
+        deepspeed.accelerator.set_accelerator(cpu_accelerator.CPU_Accelerator())
+        adam = torch.optim.Adam(net.parameters(), lr=LR)
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 50_000},
+        }  # fmt: skip
+        engine = deepspeed.initialize(model=net, optimizer=adam, config=config)[0]
+
+        def step(x: Any, y: Any) -> None:
+            engine.backward(mean_square(engine(x), y))
+            engine.step()
+
+        return step
+
+    return build
+
+
 DECAYED = {"rule": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=0.1)}
 VARIANTS = (
     Variant("sum, then divide", DP, plainly(adam(), summed)),
@@ -449,6 +476,10 @@ VARIANTS = (
     Variant("ZeroRedundancyOptimizer", ZeRO1, redundancy, {"all_reduce": True, "units": Block}, text=True),
     Variant("FSDP2", ZeRO3, fsdp(), DECAYED | {"clip": 0.5}),
     Variant("FSDP2 that keeps what it has gathered", ZeRO3Kept, fsdp(False), DECAYED | {"clip": 0.5}),
+)
+DEEPSPEED = tuple(
+    Variant(f"DeepSpeed, stage {stage}", row, deepspeed(stage), {"all_reduce": True})
+    for stage, row in ((1, ZeRO1), (2, ZeRO2), (3, ZeRO3))
 )
 
 DAILY = (

@@ -10,24 +10,23 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from zerosim.api import recording
 from zerosim.api.models import Batch, batches_for, model_for, rows_of
-from zerosim.checks import compare as checks
 from zerosim.counts import Report
-from zerosim.lab.experiment import Run, plain_training
+from zerosim.lab.side_by_side import Training, predicted, together
 from zerosim.model import MLP
 from zerosim.options import Options, chosen, with_options
 from zerosim.ranks import OutOfMemory
 from zerosim.records import results as records
-from zerosim.records.results import Difference, Failure, OutOfMemoryRecord, Results, SchemeRecord
+from zerosim.records.results import Failure, OutOfMemoryRecord, Results, SchemeRecord
 from zerosim.schemes import Scheme
-from zerosim.stages import SCHEMES, Over, Stage
+from zerosim.stages import SCHEMES, Stage
 from zerosim.util import arguments
 
 if TYPE_CHECKING:
-    from zerosim.checks.reference import Reference
+    pass
 
 
 class Comparison:
@@ -158,12 +157,12 @@ def compare(
     if asked.accumulate > 1 and asked.sync is None:
         asked = chosen(asked, {"sync": "each"})
     settings = recording.settings_of(built, ranks, asked, steps=len(given), rows=rows_of(given))
-    runs: list[_Run]
+    runs: Sequence[Training]
     if type(built) is MLP and settings.batch and not settings.others:
-        runs = _checked(settings, rows, built)
+        runs = predicted(settings, rows, built, ranks)
     else:
         runs = [_Plain(row, built, ranks, asked) for row in rows]
-    differences, between, failures = _together(runs, given, ranks)
+    differences, between, failures = together(runs, given, ranks)
     params = built.n_params
     return Comparison(
         recording.results(settings, params, [each.record() for each in runs], differences, between, failures)
@@ -171,30 +170,6 @@ def compare(
 
 
 # -- the runs
-
-
-@runtime_checkable
-class _Run(Protocol):
-    """A row in training, whether the lab's or a plain one."""
-
-    row: Stage
-    order: tuple[object, ...]
-    out_of_memory: OutOfMemoryRecord | None
-
-    @property
-    def running(self) -> bool: ...
-
-    @property
-    def scheme(self) -> Scheme: ...
-
-    @property
-    def reports(self) -> list[Report]: ...
-
-    def step(self, batch: Batch) -> None: ...
-
-    def finish(self, *, sanitized: bool) -> list[Failure]: ...
-
-    def record(self) -> SchemeRecord: ...
 
 
 class _Plain:
@@ -236,48 +211,6 @@ class _Plain:
     def record(self) -> SchemeRecord:
         log = self._scheme.reports[-1] if self._scheme and self._scheme.reports else None
         return recording.scheme_record(self.row, self.reports, log, self.out_of_memory)
-
-
-def _checked(settings: records.Settings, rows: Sequence[Stage], model: MLP) -> list[_Run]:
-    """The lab's runs; those of one order are held to one plain training."""
-    plain: dict[tuple[object, ...], Reference] = {}
-    runs: list[_Run] = []
-    for row in rows:
-        order = settings.order(row, settings.ranks)
-        if order not in plain:
-            plain[order] = plain_training(row, settings, settings.ranks)
-        runs.append(Run(row, settings, model, settings.ranks, plain[order]))
-    return runs
-
-
-def _together(
-    runs: Sequence[_Run], batches: Sequence[Batch], ranks: int
-) -> tuple[list[Difference], list[Difference], list[Failure]]:
-    """Step by step on the same batches: bits and losses among those of one order, and how far orders are apart."""
-    differences: list[Difference] = []
-    between: list[Difference] = []
-    failures: list[Failure] = []
-    for step, batch in enumerate(batches, start=1):
-        for each in runs:
-            each.step(batch)
-        orders: dict[tuple[object, ...], list[_Run]] = {}
-        for each in runs:
-            if each.running:
-                orders.setdefault(each.order, []).append(each)
-        for running in orders.values():
-            if running[0] is not (first := next(iter(orders.values()))[0]):
-                between.append(checks.compare(running[0].scheme, checks.whole_states(first.scheme), step)[0])
-            reference = checks.whole_states(running[0].scheme)
-            for each in running:
-                if each is running[0] and each.scheme.shard.optimizer is Over.ALL:
-                    continue  # no copies to compare
-                difference, found = checks.compare(each.scheme, reference, step)
-                differences.append(difference)
-                failures += found
-            failures += checks.same_losses({each.row.name: each.reports[-1].loss for each in running}, ranks, step)
-    for each in runs:
-        failures += each.finish(sanitized=False)
-    return differences, between, failures
 
 
 __all__ = ["Comparison", "compare"]

@@ -1,4 +1,4 @@
-"""What a rank's tensors hold: their storages, each counted once, at rest and at the highest instant.
+"""What a rank's tensors hold: their storages, each counted once, at rest and at the peak.
 
 Owns the account of storages: those that are found by walking, those that operations return within
 a step, and their ends. On a GPU the peak is the allocator's own. Must not know what is expected.

@@ -129,7 +129,7 @@ class Log:
         return held | {ELSEWHERE: sum(alive.values())}
 
     def peak(self, begin: int, end: int) -> Instant:
-        """The highest instant between two, and when what was allocated then had come: before, or in which phase."""
+        """The peak between two, and when what was allocated then had come: before, or in which phase."""
         changes = [(block.born, block.nbytes) for block in self._blocks]
         changes += [(int(block.died), -block.nbytes) for block in self._blocks if block.died < math.inf]
         now, highest, instant = 0, -1, begin

@@ -11,16 +11,14 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from zerosim import theory
-from zerosim.checks import compare
-from zerosim.checks.reference import Reference
 from zerosim.kernels.choice import choose
 from zerosim.lab import ablations
 from zerosim.lab.data import DATA
-from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
+from zerosim.lab.experiment import batches_of, job_of, model_of
+from zerosim.lab.side_by_side import predicted, together
 from zerosim.model import MLP
-from zerosim.records.results import SCHEMA, Ablations, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
+from zerosim.records.results import SCHEMA, Ablations, Failure, Results, Settings, SweepRow
 from zerosim.schemes import SCHEMES, Stage
-from zerosim.stages import Over
 from zerosim.util import arguments
 
 Advance = Callable[[str], None]
@@ -35,7 +33,11 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
     """
     validate(settings, rows)
     model = model_of(settings)
-    schemes, differences, between, failures = _side_by_side(settings, rows, model, advance)
+    runs = predicted(settings, rows, model, settings.ranks)
+    differences, between, failures = together(
+        runs, batches_of(settings, settings.ranks, settings.steps), settings.ranks,
+        lambda step, row: advance(f"step {step} of {settings.steps}: {row.name}"),
+    )  # fmt: skip
     sweep, found = _sweep(settings, rows, model, advance)
     return Results(
         schema=SCHEMA,
@@ -43,7 +45,7 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
         versions=versions(),
         settings=settings,
         n_params=model.n_params,
-        schemes=schemes,
+        schemes=[each.record() for each in runs],
         differences=differences,
         between_orders=between,
         sweep=sweep,
@@ -95,55 +97,6 @@ def work(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> int:
     return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks, settings.node))) + 4
 
 
-def _side_by_side(
-    settings: Settings, rows: Sequence[Stage], model: MLP, advance: Advance
-) -> tuple[list[SchemeRecord], list[Difference], list[Difference], list[Failure]]:
-    """The schemes in lockstep on the same batches, compared after every step.
-
-    Bits are compared among those of one order. The second list of differences says how far the first of each
-    further order is from the first of all.
-    """
-    runs = _runs(settings, rows, model, settings.ranks)
-    differences: list[Difference] = []
-    between: list[Difference] = []
-    failures: list[Failure] = []
-    for step, batch in enumerate(batches_of(settings, settings.ranks, settings.steps), start=1):
-        for each in runs:
-            advance(f"step {step} of {settings.steps}: {each.row.name}")
-            each.step(batch)
-        orders: dict[tuple[object, ...], list[Run]] = {}
-        for each in runs:
-            if each.running:
-                orders.setdefault(each.order, []).append(each)
-        for running in orders.values():
-            if running[0] is not (first := next(iter(orders.values()))[0]):
-                between.append(compare.compare(running[0].scheme, compare.whole_states(first.scheme), step)[0])
-            reference = compare.whole_states(running[0].scheme)
-            for each in running:
-                if each is running[0] and each.scheme.shard.optimizer is Over.ALL:
-                    continue  # no copies to compare: its shards against themselves would prove nothing
-                difference, found = compare.compare(each.scheme, reference, step)
-                differences.append(difference)
-                failures += found
-            losses = {each.row.name: each.reports[-1].loss for each in running}
-            failures += compare.same_losses(losses, settings.ranks, step)
-    for each in runs:
-        failures += each.finish(sanitized=False)  # the sweep goes up to this N, and is sanitized
-    return [each.record() for each in runs], differences, between, failures
-
-
-def _runs(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> list[Run]:
-    """A run of each row; those of one order are held to one plain training."""
-    plain: dict[tuple[object, ...], Reference] = {}
-    runs = []
-    for row in rows:
-        order = settings.order(row, ranks)
-        if order not in plain:
-            plain[order] = plain_training(row, settings, ranks)
-        runs.append(Run(row, settings, model, ranks, plain[order]))
-    return runs
-
-
 def _sweep(
     settings: Settings, schemes: Sequence[Stage], model: MLP, advance: Advance
 ) -> tuple[list[SweepRow], list[Failure]]:
@@ -151,7 +104,7 @@ def _sweep(
     rows: list[SweepRow] = []
     failures: list[Failure] = []
     for ranks in sweep_ranks(settings.ranks, settings.node):
-        runs = _runs(settings, schemes, model, ranks)
+        runs = predicted(settings, schemes, model, ranks)
         for batch in batches_of(settings, ranks, SWEEP_STEPS):
             for each in runs:
                 each.step(batch)

@@ -78,7 +78,7 @@ class Check(StrEnum):
 
 
 class PeakRecord(Record):
-    """The highest instant: total bytes, the bands at that instant, and whose hold in which phase reached it."""
+    """The peak: total bytes, the bands at that instant, and whose hold in which phase reached it."""
 
     total: Count
     by_band: dict[str, Count]

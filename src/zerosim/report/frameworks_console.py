@@ -75,7 +75,7 @@ def _memory(rows: Iterable[Framework], n_params: int) -> Table:
         "Bytes per parameter on the fullest rank, as the update begins",
         "framework", "params", "grads", "Adam", "elsewhere", "held", "rest", "peak", "in",
         caption="Adam: its state and master weights. Elsewhere: allocated, but in no tensor of a band. Rest: in all, "
-        "between steps. Peak: the highest instant of a step, activations too; ≤ where a block may have been "
+        "between steps. Peak: the most within a step, activations too; ≤ where a block may have been "
         "freed before.",
         tight=True,
     )  # fmt: skip

@@ -70,7 +70,7 @@ def summary(results: Results) -> Table:
         "Bytes per parameter, and what one rank sends per step",
         "scheme", "at rest", f"× {base.name}" if base else "×", "peak", "with activations", "sent, B", "in P",
         "final loss", "out of memory at",
-        caption="P: all parameters once, in the wire's dtype. Peaks are the highest instant, not the end of the step.",
+        caption="P: all parameters once, in the wire's dtype. Peaks are within a step, not at its end.",
     )  # fmt: skip
     unit = results.n_params * WIRES[results.settings.wire].itemsize
     for record in results.schemes:

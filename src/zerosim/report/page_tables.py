@@ -141,7 +141,7 @@ def summary(results: Results) -> list[Tree.Element]:
     if not any(record.out_of_memory for record in results.schemes):
         head, rows = head[:-1], [row[:-1] for row in rows]
     note = (
-        "P: all parameters once, in the wire’s dtype. A peak is the highest instant within a step; activations are "
+        "P: all parameters once, in the wire’s dtype. A peak is the most held within a step; activations are "
         "left out unless it says otherwise. All of it was measured"
         + ("; what is not as predicted is marked ≠." if told else ".")
     )

@@ -1,6 +1,6 @@
-"""The closed forms of the highest instants: what a rank holds when it holds most.
+"""The closed forms of the peaks: what a rank holds when it holds most.
 
-Owns the order in which a step holds and frees, as far as the highest instant can depend on it. The peak,
+Owns the order in which a step holds and frees, as far as the peak can depend on it. The peak,
 activations left out, is the resident bytes and, over the buckets, the largest of
 
     2 w C              the ring's two blocks, under data parallel and ZeRO-1
@@ -21,17 +21,17 @@ from zerosim.theory.forms import ACTIVATION, WIRE, Bytes, Job, Scalars, block, h
 
 
 def peak(job: Job) -> Bytes:
-    """The highest instant of a step on the card, activations and the batch included, by band."""
+    """The peak of a step on the card, activations and the batch included, by band."""
     return _highest(moments(job))
 
 
 def peak_without_activations(job: Job) -> Bytes:
-    """The highest instant on the card of what scales with the parameters, by band."""
+    """The peak on the card of what scales with the parameters, by band."""
     return _highest(moments(job), leave_out=Band.ACTIVATIONS)
 
 
 def host_peak(job: Job) -> Bytes:
-    """The host's highest instant, by band: what the optimizer reads and updates is copied there, bucket by bucket."""
+    """The host's peak, by band: what the optimizer reads and updates is copied there, bucket by bucket."""
     instants = [host_resident(job)]
     for chunk in job.chunks() if job.row.offload and not job.skipped else ():
         instants.append(here := Counter(host_resident(job)))

@@ -57,7 +57,7 @@ class UnitShapes(msgspec.Struct, frozen=True, kw_only=True):
     gradients of those that have one, ``feeds`` the earlier units to whose outputs its backward
     sends gradients: in a plain chain, the one before. ``saved`` is kept from forward to backward
     besides inputs, outputs and parameters; ``recomputed`` only comes back in the backward, for
-    ``recompute_flops``. Temporaries are bytes beyond all that, at the highest instant.
+    ``recompute_flops``. Temporaries are bytes beyond all that, at the peak.
     ``checkpointed`` units keep their input alone and run forward again.
     """
 
@@ -186,7 +186,7 @@ class ShapeUnit:
 class ShapeModel:
     """The model that ``shapes`` describes, for a ``Scheme`` in the dry world (``ring=DryRing(N)``).
 
-    ``temporaries`` says whether a unit's scratch memory is held at its highest instant, which
+    ``temporaries`` says whether a unit's scratch memory is held at its peak, which
     an eager framework needs and the simulator, whose temporaries are registers, does not.
     """
 
