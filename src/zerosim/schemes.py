@@ -17,7 +17,7 @@ from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
-from zerosim.layers import Checkpointed, Model, Pass
+from zerosim.layers import Checkpointed, Model, Pass, Turn
 from zerosim.ledger import Ledger, Phase, Report
 from zerosim.options import Options
 from zerosim.parameters import Parameters
@@ -95,6 +95,8 @@ class Scheme:
         )
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
         self.updates = 0  # the optimizer's step count
+        self.steps = 0  # taken so far
+        self._turn = Turn(self.ring.ids, 0, 0)
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
         by_group = dict(zip(groups, self.buckets, strict=True))
         self._parameters = Parameters(
@@ -123,11 +125,13 @@ class Scheme:
             try:
                 self._gradients.begin()
                 losses = []
-                for start in range(0, x.shape[1], rows):
+                for number, start in enumerate(range(0, x.shape[1], rows)):
                     some = slice(start, start + rows)
+                    self._turn = Turn(self.ring.ids, self.steps, number)
                     losses.append(self._micro_batch(x[:, some], y[:, some], last=start + rows == x.shape[1]))
                 with self.ledger.during(Phase.OPTIMIZER):
                     self._update()
+                self.steps += 1
                 report.loss = float(np.mean(np.concatenate(losses)))
                 report.padding = np.sum([bucket.padding(self.ring.ids) for bucket in self.buckets], axis=0).tolist()
                 return report.loss
@@ -158,7 +162,7 @@ class Scheme:
         for index, layer in enumerate(self.layers):
             with self._parameters.of(self.layers, index) as params:
                 self._work.unit = layer.name
-                x, kept = layer.forward(x, Pass(params, self._work))
+                x, kept = layer.forward(x, Pass(params, self._work, turn=self._turn))
                 self.ledger.computed(layer.name)
                 saved.append(kept)
         return x, saved
@@ -169,7 +173,8 @@ class Scheme:
             with self._parameters.of(order, index) as params:
                 grads = self._gradients.room(layer)
                 self._work.unit = layer.name
-                dx = layer.backward(saved.pop(), dy, Pass(params, self._work, grads, layer is not order[-1]))
+                given = Pass(params, self._work, grads, layer is not order[-1], self._turn)
+                dx = layer.backward(saved.pop(), dy, given)
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx

@@ -6,7 +6,8 @@ Owns the dispatch modes. Must not know units, nor what is kept for a backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from zerosim.torch_models.intercept import tensors
+from zerosim.torch_models.program import tensors
 
 _aten: Any = torch.ops.aten
 _FUSED_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -109,6 +110,16 @@ class Flops(TorchDispatchMode):  # type: ignore[misc]
         return out
 
 
+@contextmanager
+def counting(rank: int) -> Iterator[Callable[[], int]]:
+    """Count FLOPs within the block, of the first rank alone: what the others do has the same shapes."""
+    if rank:
+        yield lambda: 0
+        return
+    with Flops() as flops:
+        yield lambda: flops.total
+
+
 class Watch(Flops):
     """Also follows the storages that come up within the block, the bytes alive at most, and which operations ran.
 
@@ -130,7 +141,7 @@ class Watch(Flops):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.total
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        made = [out] if isinstance(out, torch.Tensor) else tensors(out)
+        made = [out] if isinstance(out, torch.Tensor) else list(tensors(out))
         for tensor in made:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
