@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from readme_views import Lab, Planned, Real, Scheme
 from zerosim.records.results import SweepRow
-from zerosim.report import plan_answers as answers
+from zerosim.report import plan_verdict as verdict
 from zerosim.schemes import SCHEMES
 from zerosim.util import sizes
 
@@ -58,7 +58,7 @@ def _equation(formula: str, value: str) -> str:
 
 
 def bands(lab: Lab) -> str:
-    """Bytes per parameter at rest, band by band, in the order in which stages share them out."""
+    """Bytes per parameter at rest, band by band, in the order in which the stages shard them."""
     held = [each.last.resident for each in lab.schemes]
     return table(
         ["at rest, B per parameter", *NAMES],
@@ -81,13 +81,13 @@ def collectives(lab: Lab) -> str:
     )
 
 
-def lives(lab: Lab) -> str:
-    """Who lives on a card, over N: the peak, everything counted, of those who do."""
+def fits_on_card(lab: Lab) -> str:
+    """Which schemes fit on a card, over N: the peak, everything counted, of those that do."""
     columns = [lab.sweep(name) for name in NAMES]
     return table(
         ["N", *NAMES],
         [
-            [str(rows[0].ranks), *(f"peak {row.peak:,} B" if row.survives else "out of memory" for row in rows)]
+            [str(rows[0].ranks), *(f"peak {row.peak:,} B" if row.fits else "out of memory" for row in rows)]
             for rows in zip(*columns, strict=True)
         ],
     )
@@ -113,14 +113,14 @@ def peaks(lab: Lab) -> str:
                 per_param(lab, each.peak),
                 f"{each.peak / each.rest:.2f}",
                 per_param(lab, each.full_peak),
-                _instant(each),
+                _peak(each),
             ]
             for each in lab.schemes
         ],
     )
 
 
-def _instant(scheme: Scheme) -> str:
+def _peak(scheme: Scheme) -> str:
     peak = scheme.last.peak_without_activations
     return f"{peak.phase}, {peak.unit}"
 
@@ -213,7 +213,7 @@ def plan(planned: Planned) -> str:
                 cell.name,
                 sizes.text(cell.at_rest),
                 sizes.text(cell.peak.total),
-                answers.instant(cell.peak),
+                verdict.instant(cell.peak),
                 f"{cell.peak.largest}, {sizes.text(cell.peak.by_band[cell.peak.largest])}",
                 sizes.text(cell.sent),
                 "none" if cell.room is None or cell.room < 0 else sizes.text(cell.room),

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from zerosim import theory
 from zerosim.bands import WIRES, Band
 from zerosim.ledger import EventKind
-from zerosim.real_ranks.meter import HEADER
 from zerosim.records.plan import Cell, Plan
 from zerosim.records.real_ranks import Corroboration, Run
-from zerosim.records.results import Death, Results, SchemeRecord, StepRecord, SweepRow
+from zerosim.records.results import OutOfMemoryRecord, Results, SchemeRecord, StepRecord, SweepRow
 from zerosim.util import sizes
+from zerosim.worlds.gloo import HEADER
 
 FRAME = 3 * HEADER  # bytes that gloo adds to a message
 
 
 class Scheme:
-    """One scheme of a recorded lab run, after its last step; of one that died there is only ``death``."""
+    """One scheme of a recorded lab run, after its last step; of one that ran out of memory there is only ``out_of_memory``."""
 
     def __init__(self, lab: Lab, recorded: SchemeRecord) -> None:
         self._lab, self._record = lab, recorded
@@ -39,10 +39,10 @@ class Scheme:
         return " + ".join([str(self.unshared)] * (self.unshared > 0) + [f"{self.shared}/N"] * (self.shared > 0))
 
     @property
-    def death(self) -> Death:
-        """Where it died, and of what."""
-        assert self._record.death is not None
-        return self._record.death
+    def out_of_memory(self) -> OutOfMemoryRecord:
+        """Where memory ran out, and what was asked for."""
+        assert self._record.out_of_memory is not None
+        return self._record.out_of_memory
 
     @property
     def last(self) -> StepRecord:
@@ -128,7 +128,7 @@ class Lab:
     """A recorded lab run."""
 
     def __init__(self, results: Results) -> None:
-        self.results, self.artefacts = results, results.artefacts
+        self.results, self.ablations = results, results.ablations
         self.n, self.steps, self.capacity = results.settings.ranks, results.settings.steps, results.settings.capacity
         self.p = results.n_params
         self.wire = WIRES[results.settings.wire].itemsize
@@ -160,17 +160,17 @@ class Lab:
         """One scheme's rows of the sweep, by N."""
         return sorted((row for row in self.results.sweep if row.scheme == name), key=lambda row: row.ranks)
 
-    def lives_from(self, name: str) -> int:
+    def fits_from(self, name: str) -> int:
         """The N of the sweep from which on a scheme fits on its card. ValueError if there is none."""
-        alive = [row.ranks for row in self.sweep(name) if row.survives]
-        if not alive or alive != [n for n in self.ranks if n >= alive[0]]:
-            raise ValueError(f"there is no N from which on {name} lives")
-        return alive[0]
+        fitting = [row.ranks for row in self.sweep(name) if row.fits]
+        if not fitting or fitting != [n for n in self.ranks if n >= fitting[0]]:
+            raise ValueError(f"there is no N from which on {name} fits")
+        return fitting[0]
 
     @property
-    def survivors(self) -> int:
+    def fitting(self) -> int:
         """Runs of the sweep that fit on their card."""
-        return sum(row.survives for row in self.results.sweep)
+        return sum(row.fits for row in self.results.sweep)
 
 
 class Times:
@@ -276,7 +276,7 @@ class Planned:
     @property
     def lowest(self) -> Cell:
         """The lowest stage that fits."""
-        cell = self.found.lowest(self.n)
+        cell = self.found.first_fit(self.n)
         assert cell is not None
         return cell
 

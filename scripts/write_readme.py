@@ -27,11 +27,10 @@ import readme_tables
 import record
 from readme_views import FRAME, Lab, Planned, Real
 from zerosim.bands import FP16
-from zerosim.options import size
 from zerosim.records.files import write_whole
 from zerosim.records.plan import Plan
 from zerosim.records.real_ranks import Corroboration
-from zerosim.records.results import Death, Results
+from zerosim.records.results import OutOfMemoryRecord, Results
 from zerosim.report import plots
 from zerosim.util import sizes
 
@@ -55,8 +54,8 @@ def claim(holds: bool, words: str) -> str:
     return words
 
 
-def death(of: Death) -> str:
-    """Of what a rank died."""
+def shortage(of: OutOfMemoryRecord) -> str:
+    """What a rank asked for when memory ran out."""
     return f"{of.asked:,} B of {of.band} for {of.unit}, with {sum(of.held.values()):,} B held"
 
 
@@ -86,14 +85,14 @@ def environment(mark: Callable[[Any], Any] = lambda value: value) -> jinja2.Envi
     environment.filters |= {
         "n": lambda count: f"{count:,}",
         "B": lambda count: f"{count:,} B",
-        "size": size,
+        "size": lambda nbytes: sizes.text(nbytes),
         "gib": lambda nbytes: sizes.text(nbytes, binary=True, digits=4),
         "billions": lambda count: f"{count / 10**9:g} billion",
         "loss": lambda loss: f"{loss:.6f}",
         "tiny": lambda value: f"{value:.1e}",
         "ms": lambda seconds: f"{1e3 * seconds:.1f} ms",
         "percent": lambda share: f"{100 * share:.0f} %",
-        "death": death,
+        "shortage": shortage,
     }
     return environment
 

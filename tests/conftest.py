@@ -21,8 +21,16 @@ install_import_hook("zerosim", "beartype.beartype(conf=beartype.BeartypeConf(is_
 
 # The same examples everywhere, so that what fails in one place fails in all.
 # To look for new ones: pytest --hypothesis-profile=default
+pytest.register_assert_rewrite("helpers")  # so that what fails there says why, as it does in a test
+
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the session's own checks of types and shapes, which users do not have and which would answer first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="module")

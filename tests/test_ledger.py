@@ -1,15 +1,16 @@
 """The ledger: time, peaks, traffic, reports and the log."""
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers import batches, each_gather, nonzero
 from zerosim.bands import Band
 from zerosim.ledger import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
 from zerosim.model import MLP
-from zerosim.schemes import SCHEMES, Stage
+from zerosim.options import Gather
+from zerosim.schemes import Stage
 
 
 class Clock:
@@ -131,6 +132,14 @@ def test_a_caught_error_leads_back_to_the_phase_around() -> None:
 
 
 # -- memory
+
+
+def test_nothing_held_is_a_peak_of_nothing() -> None:
+    """A ledger begins without a peak, and the first byte is one."""
+    ledger = Ledger(2)
+    assert (ledger.peak(), ledger.peak_without_activations()) == (Peak(0, {}, "", Phase.OTHER),) * 2
+    ledger.hold(Band.PARAMS, 1, "layer")
+    assert ledger.peak() == ledger.peak_without_activations() == Peak(1, {Band.PARAMS: 1}, "layer", Phase.OTHER)
 
 
 def test_held_is_what_was_held_less_what_was_freed() -> None:
@@ -278,6 +287,30 @@ def test_sent_accumulates_over_the_run() -> None:
     assert {type(nbytes) for total in totals for nbytes in total} == {int}
 
 
+def test_counts_of_bytes_are_integers_of_64_bits() -> None:
+    """What a collective moved is counted per rank in int64, padding too."""
+    traffic = Traffic(3)
+    traffic.hop(2**40, 2**41, np.array([0, 1, 2]))
+    assert [each.dtype for each in (traffic.sent, traffic.received, traffic.padding)] == [np.int64] * 3
+    assert (traffic.sent.tolist(), traffic.received.tolist()) == ([2**40] * 3, [2**41] * 3)
+
+
+def test_what_is_sent_before_the_first_step_counts() -> None:
+    """Traffic outside of steps is in the total, as integers, and each collective's entry has its own messages."""
+    ledger = Ledger(2)
+    assert ledger.sent() == [0, 0]
+    for hops in (2, 3):
+        with ledger.sending("all-gather", "params", "layer") as traffic:
+            for _ in range(hops):
+                traffic.hop(7, 7, None)
+    assert ledger.sent() == [(2 + 3) * 7] * 2
+    with ledger.step() as report, ledger.sending("all-gather", "params", "layer") as traffic:
+        traffic.hop(11, 11, None)
+    assert ledger.sent() == [(2 + 3) * 7 + 11] * 2
+    assert [event.amount for event in report.events] == [1]
+    assert {type(count) for count in ledger.sent()} == {int}
+
+
 def test_a_collectives_hops_share_a_counter() -> None:
     """Within a step the same collective for the same band counts on; another band or collective has its own."""
     ledger = Ledger(2)
@@ -305,6 +338,24 @@ def test_a_step_without_traffic_has_none() -> None:
 
 
 # -- reports
+
+
+def test_a_report_begins_empty() -> None:
+    """A report of a step that has not begun has nothing of anything, and shares nothing with another."""
+    one, other = Report(step=3), Report(step=4)
+    assert (one.step, one.complete, one.peak, one.peak_without_activations) == (3, False, Peak(), Peak())
+    assert (one.resident, one.padding, one.traffic, one.flops, one.seconds, one.events) == ({}, [], {}, {}, {}, [])
+    assert np.isnan(one.loss)
+    one.resident["params"] = 1
+    one.events.append(Event(EventKind.FREE, "params", "", 1, 0, 0.0, Phase.OTHER))
+    assert (other.resident, other.events) == ({}, [])
+    assert (Peak(), Peak().by_band, Peak().unit, Peak().phase) == (Peak(0, {}, "", Phase.OTHER), {}, "", Phase.OTHER)
+
+
+def test_the_words_that_results_are_written_in() -> None:
+    """Phases and kinds of events stand in results files under these names."""
+    assert [str(phase) for phase in Phase] == ["forward", "backward", "communication", "optimizer", "other"]
+    assert [str(kind) for kind in EventKind] == ["hold", "free", "send", "compute"]
 
 
 def test_reports_keep_steps_that_ended_early() -> None:
@@ -383,79 +434,41 @@ def test_a_second_send_logs_its_own_bytes() -> None:
     assert [event.nbytes for event in report.events] == [5, 7]
 
 
-def train(stage: Stage, n: int, steps: int = 2, rows: int = 2, **options: Any) -> list[Report]:
-    rng = np.random.default_rng(n)
-    scheme = stage(MLP((7, 5, 3)), n, **options)
-    for _ in range(steps):
-        scheme.step(
-            [
-                (rng.standard_normal((rows, 7)).astype(np.float32), rng.standard_normal((rows, 3)).astype(np.float32))
-                for _ in range(n)
-            ]
-        )
-    return scheme.reports
+def test_two_sends_of_a_step_log_their_own_messages() -> None:
+    """The second entry of a collective has the messages since the first."""
+    ledger = Ledger(2)
+    with ledger.step() as report:
+        for hops in (2, 3):
+            with ledger.sending("all-gather", "params", "layer") as traffic:
+                for _ in range(hops):
+                    traffic.hop(7, 7, None)
+    assert [event.amount for event in report.events] == [2, 3]
 
 
-trained = [
-    pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name),
-    pytest.mark.parametrize("n", [1, 2, 5]),
-    pytest.mark.parametrize("gather", ["layer", "model"]),
-]
-
-
-@trained[0]
-@trained[1]
-@trained[2]
-def test_the_logs_running_total_is_holds_less_frees(stage: Stage, n: int, gather: str) -> None:
-    """In every step's log the bytes held after each entry are those before it, plus a hold or less a free."""
+@each_gather
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_log_is_enough_to_rebuild_the_step(stage: Stage, n: int, gather: Gather) -> None:
+    """Replaying a step's log gives its running total, both peaks by band, its traffic and its time again."""
+    scheme = stage(MLP((7, 5, 3)), n, gather=gather)
+    for batch in batches(n, steps=2, widths=(7, 5, 3)):
+        scheme.step(batch)
     sign = {EventKind.HOLD: 1, EventKind.FREE: -1, EventKind.SEND: 0, EventKind.COMPUTE: 0}
-    for report in train(stage, n, gather=gather):
-        running = sum(report.resident.values()) + np.cumsum(
-            [sign[event.kind] * event.nbytes for event in report.events]
-        )
-        assert [event.held for event in report.events] == running.tolist()
-        assert running[-1] == sum(report.resident.values())
-
-
-@trained[0]
-@trained[1]
-@trained[2]
-def test_the_peak_can_be_rebuilt_from_the_log(stage: Stage, n: int, gather: str) -> None:
-    """Replaying a step's holds and frees gives its two peaks again, by band, with unit and phase."""
-    sign = {EventKind.HOLD: 1, EventKind.FREE: -1}
-    for report in train(stage, n, gather=gather):
-        held = Counter(report.resident)
+    for report in scheme.reports:
+        held, logged = Counter(report.resident), Counter[str]()
         peaks = {"": report.peak, Band.ACTIVATIONS: report.peak_without_activations}
         best = {apart: Peak(held.total(), dict(held)) for apart in peaks}
         for event in report.events:
-            if event.kind not in sign:
-                continue
-            held[event.name] += sign[event.kind] * event.nbytes
+            if sign[event.kind]:
+                held[event.name] += sign[event.kind] * event.nbytes
+            assert event.held == held.total()
+            if event.kind is EventKind.SEND:
+                logged[event.name] += event.nbytes
             for apart, highest in best.items():
                 bands = {band: nbytes for band, nbytes in held.items() if nbytes and band != apart}
                 if sum(bands.values()) > highest.total:
                     best[apart] = Peak(sum(bands.values()), bands, event.unit, event.phase)
+        assert nonzero(held) == report.resident
         assert best == peaks
-
-
-@trained[0]
-@trained[1]
-@trained[2]
-def test_the_logs_sends_add_up_to_the_traffic(stage: Stage, n: int, gather: str) -> None:
-    """The bytes of a step's send entries, by collective, are what each rank is counted to have sent."""
-    for report in train(stage, n, gather=gather):
-        logged: Counter[str] = Counter()
-        for event in report.events:
-            if event.kind is EventKind.SEND:
-                logged[event.name] += event.nbytes
         assert report.sent_by_collective() == {name: [nbytes] * n for name, nbytes in logged.items()}
-
-
-@trained[0]
-@trained[1]
-@trained[2]
-def test_the_steps_time_is_the_sum_of_its_phases(stage: Stage, n: int, gather: str) -> None:
-    """No phase is negative, and the last entry of the log comes before the phases' total is over."""
-    for report in train(stage, n, gather=gather):
         assert min(report.seconds.values()) >= 0
         assert report.events[-1].seconds <= sum(report.seconds.values()) * (1 + 1e-9)

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import jaxtyping
 import ml_dtypes
 import numpy as np
 import pytest
 
+from helpers import Recorder, bits
 from zerosim import model as model_module
-from zerosim.bands import FP32, Array, DType
-from zerosim.layers import Chain
+from zerosim.bands import Array
+from zerosim.layers import Chain, Pass
 from zerosim.model import MLP, Linear
 
 COPIES, ROWS = 3, 11
@@ -38,40 +38,6 @@ def build(case: str) -> Linear | Chain:
     if case == "nested chain":
         return Chain([layers[0], Chain(layers[1:], name="inner")], name="outer")
     return Chain(layers, name=case)
-
-
-class Recorder:
-    """A workspace that remembers: what is alive, everything held and freed in order, and the FLOPs."""
-
-    def __init__(self, copies: int) -> None:
-        self.copies, self.operations = copies, 0
-        self.live: list[Array] = []
-        self.log: list[tuple[str, tuple[int, ...]]] = []
-
-    def hold(self, *shape: int, dtype: DType | None = None) -> Array:
-        assert dtype in (None, FP32)
-        array = np.full((self.copies, *shape), np.nan, np.float32)  # contents undefined: reading them shows
-        self.live.append(array)
-        self.log.append(("hold", shape))
-        return array
-
-    def free(self, array: Array) -> None:
-        [index] = [index for index, live in enumerate(self.live) if live is array]
-        del self.live[index]
-        self.log.append(("free", array.shape[1:]))
-
-    def flops(self, count: int) -> None:
-        self.operations += count
-
-    def take(self, values: Array) -> Array:
-        """Hold an array and fill it."""
-        array = self.hold(*values.shape[1:])
-        array[...] = values
-        return array
-
-
-def bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 
 
 # -- the oracle: one copy, float64, einsum
@@ -136,9 +102,9 @@ def backward(case: str, theta: Array, x: Array, dy: Array, dtype: Any = np.float
     """Output, gradients and dx of the layer under test."""
     layer, work = build(case), Recorder(len(theta))
     params, grads = theta.astype(dtype), np.full_like(theta, np.nan, dtype)
-    y, saved = layer.forward(params, work.take(x), work)
+    y, saved = layer.forward(work.take(x), Pass(params, work))
     output = y.copy()
-    dx = layer.backward(params, saved, work.take(dy), grads, work, need_dx=True)
+    dx = layer.backward(saved, work.take(dy), Pass(params, work, grads, need_dx=True))
     assert dx is not None
     return output, grads, dx
 
@@ -179,8 +145,8 @@ def test_gradients_are_rounded_once() -> None:
     layer, work, gradient = Linear(1, 1, relu=False, name="layer"), Recorder(1), 1 + 2**-8 + 2**-12
     params = np.zeros((1, 2), ml_dtypes.bfloat16)
     grads = np.zeros_like(params)
-    _, saved = layer.forward(params, work.take(np.ones((1, 1, 1))), work)
-    layer.backward(params, saved, work.take(np.full((1, 1, 1), gradient)), grads, work, need_dx=False)
+    _, saved = layer.forward(work.take(np.ones((1, 1, 1))), Pass(params, work))
+    layer.backward(saved, work.take(np.full((1, 1, 1), gradient)), Pass(params, work, grads, need_dx=False))
     assert grads.astype(np.float64).tolist() == [[1 + 2**-7] * 2]
 
 
@@ -188,8 +154,8 @@ def test_relu_passes_nothing_at_zero() -> None:
     """Where the pre-activation is exactly 0 the gradient is 0, as it is below."""
     layer, work = Linear(2, 3, relu=True, name="relu"), Recorder(1)
     params, grads = np.zeros((1, layer.size), np.float32), np.full((1, layer.size), np.nan, np.float32)
-    _, saved = layer.forward(params, work.take(np.ones((1, 5, 2))), work)
-    dx = layer.backward(params, saved, work.take(np.ones((1, 5, 3))), grads, work, need_dx=True)
+    _, saved = layer.forward(work.take(np.ones((1, 5, 2))), Pass(params, work))
+    dx = layer.backward(saved, work.take(np.ones((1, 5, 3))), Pass(params, work, grads, need_dx=True))
     assert dx is not None
     assert not dx.any()
     assert not grads.any()
@@ -202,8 +168,8 @@ def test_gradients_do_not_depend_on_whether_dx_is_needed(case: str) -> None:
     _, expected, _ = backward(case, theta, x, dy)
     layer, work = build(case), Recorder(COPIES)
     params, grads = theta.astype(np.float32), np.full(theta.shape, np.nan, np.float32)
-    _, saved = layer.forward(params, work.take(x), work)
-    assert layer.backward(params, saved, work.take(dy), grads, work, need_dx=False) is None
+    _, saved = layer.forward(work.take(x), Pass(params, work))
+    assert layer.backward(saved, work.take(dy), Pass(params, work, grads, need_dx=False)) is None
     assert np.array_equal(bits(grads), bits(expected))
 
 
@@ -214,7 +180,7 @@ def test_the_flat_layout_is_w_row_by_row_then_b() -> None:
     """Fed with unit vectors, a layer returns the rows of W, which lie one after another, each plus b, which follows."""
     layer = Linear(3, 2, relu=False, name="layer")
     params = np.array([[1, 2, 3, 4, 5, 6, 10, 20]], np.float32)
-    y, _ = layer.forward(params, np.eye(3, dtype=np.float32)[None], Recorder(1))
+    y, _ = layer.forward(np.eye(3, dtype=np.float32)[None], Pass(params, Recorder(1)))
     assert np.array_equal(y[0], [[1 + 10, 2 + 20], [3 + 10, 4 + 20], [5 + 10, 6 + 20]])
 
 
@@ -257,10 +223,10 @@ def train(model: MLP, params: Array, x: Array, target: Array, padding: int = 0) 
     work = Recorder(len(params))
     padded = np.pad(params, ((0, 0), (0, padding)))
     grads = np.zeros_like(padded)
-    y, saved = model.forward(padded, work.take(x), work)
+    y, saved = model.forward(work.take(x), Pass(padded, work))
     losses, dy = model.loss(y, work.take(target), work)
     seen = [bits(y.copy()), bits(losses), bits(dy.copy())]
-    model.backward(padded, saved, dy, grads, work, need_dx=False)
+    model.backward(saved, dy, Pass(padded, work, grads, need_dx=False))
     return [*seen, bits(grads[:, : params.shape[1]])]
 
 
@@ -327,12 +293,12 @@ def test_a_layer_frees_its_output_and_the_gradient_it_is_handed() -> None:
     layer, work = Linear(3, 2, relu=True, name="layer"), Recorder(COPIES)
     params = np.ones((COPIES, layer.size), np.float32)
     x = work.take(np.ones((COPIES, 5, 3)))
-    y, saved = layer.forward(params, x, work)
+    y, saved = layer.forward(x, Pass(params, work))
     assert [id(array) for array in work.live] == [id(x), id(y)]
     dy = work.take(np.ones((COPIES, 5, 2)))
     del work.log[:]
-    dx = layer.backward(params, saved, dy, np.empty_like(params), work, need_dx=True)
-    assert work.log == [("free", (5, 2)), ("hold", (5, 3)), ("free", (5, 2))]
+    dx = layer.backward(saved, dy, Pass(params, work, np.empty_like(params), need_dx=True))
+    assert [(each.what, each.shape) for each in work.log] == [("free", (5, 2)), ("hold", (5, 3)), ("free", (5, 2))]
     assert [id(array) for array in work.live] == [id(x), id(dx)]
 
 
@@ -342,7 +308,7 @@ def test_the_loss_frees_the_target_after_its_gradient_is_held() -> None:
     y, target = work.take(np.ones((COPIES, 5, 3))), work.take(np.zeros((COPIES, 5, 3)))
     del work.log[:]
     _, dy = model.loss(y, target, work)
-    assert work.log == [("hold", (5, 3)), ("free", (5, 3))]
+    assert [(each.what, each.shape) for each in work.log] == [("hold", (5, 3)), ("free", (5, 3))]
     assert [id(array) for array in work.live] == [id(y), id(dy)]
 
 
@@ -352,10 +318,10 @@ def test_a_pass_leaves_nothing_behind(need_dx: bool) -> None:
     model, work = MLP((3, 5, 7, 2)), Recorder(COPIES)
     params = np.tile(model.initial(), (COPIES, 1))
     x = work.take(np.ones((COPIES, 11, 3)))
-    y, saved = model.forward(params, x, work)
+    y, saved = model.forward(x, Pass(params, work))
     assert [array.shape[2] for array in work.live] == [3, 5, 7, 2]
     _, dy = model.loss(y, work.take(np.zeros((COPIES, 11, 2))), work)
-    dx = model.backward(params, saved, dy, np.empty_like(params), work, need_dx=need_dx)
+    dx = model.backward(saved, dy, Pass(params, work, np.empty_like(params), need_dx=need_dx))
     assert (dx is not None) == need_dx
     assert [id(array) for array in work.live] == [id(x)] + [id(dx)] * need_dx
 
@@ -365,9 +331,9 @@ def test_flops_are_two_per_multiplication(need_dx: bool) -> None:
     """A product of matrices counts 2 B I O: one forward, two backward, but one in a first layer that needs no dx."""
     model, work = MLP((3, 5, 7)), Recorder(COPIES)
     params = np.tile(model.initial(), (COPIES, 1))
-    y, saved = model.forward(params, work.take(np.ones((COPIES, 11, 3))), work)
+    y, saved = model.forward(work.take(np.ones((COPIES, 11, 3))), Pass(params, work))
     assert work.operations == 2 * 11 * 3 * 5 + 2 * 11 * 5 * 7
-    model.backward(params, saved, work.take(y), np.empty_like(params), work, need_dx=need_dx)
+    model.backward(saved, work.take(y), Pass(params, work, np.empty_like(params), need_dx=need_dx))
     forward, again = 2 * 11 * (3 * 5 + 5 * 7), 2 * 11 * 3 * 5
     assert work.operations == forward + 2 * forward - (0 if need_dx else again)
 
@@ -395,9 +361,9 @@ def test_forward_reads_the_working_copy(index: int, column: int, dtype: Any) -> 
     layer = Linear(5, 3, relu=False, name="layer")
     theta, x, _ = inputs(((5, 3, False),), seed=4)
     params, x = (theta + 3).astype(dtype), (x + 3).astype(np.float32)  # none is 0, whose last bit would be lost
-    before, _ = layer.forward(params, x, Recorder(COPIES))
+    before, _ = layer.forward(x, Pass(params, Recorder(COPIES)))
     params.view(f"u{params.itemsize}")[:, index] ^= 1
-    after, _ = layer.forward(params, x, Recorder(COPIES))
+    after, _ = layer.forward(x, Pass(params, Recorder(COPIES)))
     changed = bits(before) != bits(after)
     assert changed[:, :, column].all()
     assert not np.delete(changed, column, axis=2).any()
@@ -416,6 +382,17 @@ def test_backward_reads_the_working_copy(dtype: Any) -> None:
     assert not np.delete(changed, 2, axis=2).any()
 
 
+def test_a_linear_layer_does_not_write_its_parameters() -> None:
+    """Backward leaves fp32 parameters alone where the gradients are narrower, and has no other place to round them."""
+    [layer] = MLP((3, 2)).linears
+    work = Recorder(2)
+    params = np.linspace(-1, 1, 2 * layer.size, dtype=np.float32).reshape(2, -1)
+    before = params.copy()
+    _, saved = layer.forward(work.take(np.full((2, 5, 3), 0.3)), Pass(params, work))
+    layer.backward(saved, work.take(np.full((2, 5, 2), 0.7)), Pass(params, work, np.empty((2, layer.size), np.float16)))
+    assert np.array_equal(params, before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_padding_is_neither_read_nor_written(case: str, dtype: Any) -> None:
@@ -424,9 +401,9 @@ def test_padding_is_neither_read_nor_written(case: str, dtype: Any) -> None:
     layer, work = build(case), Recorder(COPIES)
     padded = np.pad(theta.astype(np.float32), ((0, 0), (0, 13)), constant_values=np.nan).astype(dtype)
     grads = np.full(padded.shape, 77, dtype)
-    y, saved = layer.forward(padded, work.take(x), work)
+    y, saved = layer.forward(work.take(x), Pass(padded, work))
     output = y.copy()
-    dx = layer.backward(padded, saved, work.take(dy), grads, work, need_dx=True)
+    dx = layer.backward(saved, work.take(dy), Pass(padded, work, grads, need_dx=True))
     assert dx is not None
     expected = backward(case, theta, x, dy, dtype)
     for found, alone in zip((output, grads[:, : layer.size], dx), expected, strict=True):
@@ -435,8 +412,8 @@ def test_padding_is_neither_read_nor_written(case: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, -1, True, 1.5, "1"], ids=repr)
-def test_a_seed_that_does_not_fix_the_weights_is_refused(seed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("as_users_call_it")
+def test_a_seed_that_does_not_fix_the_weights_is_refused(seed: Any) -> None:
     """A seed is an integer of 0 or more: with anything else two schemes could start from different weights."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=r"MLP\(seed\): needs an integer of 0 or more"):
         MLP((3, 2), seed=seed)

@@ -1,15 +1,17 @@
 """Adam: the published rule, its fp32 bits, and that a slice does not know its neighbours."""
 
 import tracemalloc
-from typing import Any
+from math import inf
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from helpers import bits
 from zerosim import optimizer as optimizer_module
-from zerosim.bands import Array
-from zerosim.optimizer import Adam
+from zerosim.bands import FP32, Array
+from zerosim.optimizer import SGD, Adam
 
 STEPS = 12
 BLOCK = optimizer_module._BLOCK
@@ -18,10 +20,6 @@ ULP = 2.0**-23  # the spacing of fp32 between 1 and 2; a rounding errs by half o
 
 def ignore(count: int) -> None:
     """A counter of FLOPs that nobody reads."""
-
-
-def bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 
 
 class State:
@@ -188,6 +186,16 @@ def test_flops_are_thirteen_per_element(rows: int, length: int) -> None:
     state, counts = State(rows, length), list[int]()
     Adam().update(state.params, state.grads[0], state.exp_avg, state.exp_avg_sq, 1, counts.append)
     assert sum(counts) == 13 * length
+    assert {type(count) for count in counts} == {int}
+
+
+@pytest.mark.parametrize(("momentum", "operations"), [(0.0, 2), (0.9, 4)])
+def test_the_operations_of_sgd(momentum: float, operations: int) -> None:
+    """A multiplication and a subtraction for each element of a row, and as many again for the momentum."""
+    done: list[int] = []
+    states = {str(band): np.zeros((3, 5), FP32) for band in SGD(momentum=momentum).states}
+    SGD(momentum=momentum).update(np.ones((3, 5), FP32), np.ones((3, 5), FP32), **states, step=1, flops=done.append)
+    assert done == [5 * operations]
 
 
 def test_temporaries_are_two_blocks_and_do_not_stay() -> None:
@@ -229,3 +237,14 @@ def test_bad_options_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"Adam\({option}\)") as caught:
         Adam(**{option: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_what_adam_takes() -> None:
+    """Rates are finite, betas a tuple in [0, 1), the ends as said; a plain descent has a rate of 0.01 unless told."""
+    assert Adam(betas=(0.0, 0.0)).betas == (0.0, 0.0)
+    assert SGD().lr == 0.01
+    for options in ({"lr": inf}, {"eps": inf}, {"betas": [0.9, 0.999]}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}):
+        [name] = options
+        with pytest.raises(ValueError, match=rf"^Adam\({name}\): "):
+            Adam(**cast("dict[str, Any]", options))

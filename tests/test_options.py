@@ -4,63 +4,30 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 
+from helpers import COMPARED, draw, each_stage, sent, sizes, states
 from zerosim.bands import FP32, PRECISIONS, Array, Band, DType
 from zerosim.buckets import PADDINGS
-from zerosim.layers import Checkpointed, Group, Layer, Role, Workspace
+from zerosim.layers import Checkpointed, Group, Layer, Pass, Role
 from zerosim.ledger import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import SGD
-from zerosim.options import check_batch
-from zerosim.ranks import OutOfMemory
+from zerosim.ranks import OutOfMemory, Workspace
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.util.arguments import check_batch
 
 WIDTHS = (5, 7, 3, 11)
-SIZES = [5 * 7 + 7, 7 * 3 + 3, 3 * 11 + 11]
+SIZES = sizes(WIDTHS)
 N = 5
-STATES = (Band.PARAMS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ)
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the package answer for wrong types, as it does outside tests, and not the checker of signatures."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-each_stage = pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
-
-Batch = list[tuple[Array, Array]]
-
-
-def draw(ranks: int, rows: int, widths: Sequence[int] = WIDTHS, seed: int = 7) -> Batch:
-    rng = np.random.default_rng(seed)
-
-    def one(width: int) -> Array:
-        return rng.standard_normal((rows, width)).astype(np.float32)
-
-    return [(one(widths[0]), one(widths[-1])) for _ in range(ranks)]
 
 
 def trained(stage: Stage, steps: int = 2, rows: int = 4, ranks: int = N, **options: Any) -> Scheme:
     scheme = stage(MLP(WIDTHS), ranks, **options)
     for step in range(steps):
-        scheme.step(draw(ranks, rows, seed=step))
+        scheme.step(draw(ranks, rows, WIDTHS, seed=step))
     return scheme
-
-
-def bits(array: Array) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
-
-
-def states(scheme: Scheme, bands: Sequence[Band] = STATES) -> dict[str, bytes]:
-    return {band: bits(scheme.flat(band)) for band in bands if band in scheme.states}
-
-
-def sent(scheme: Scheme) -> dict[str, int]:
-    return {name: each[0] for name, each in scheme.reports[-1].sent_by_collective().items()}
 
 
 def chunks(ranks: int = N) -> list[int]:
@@ -112,11 +79,11 @@ def test_gradients_accumulate_to_the_average_of_all_rows() -> None:
 @pytest.mark.parametrize("precision", ["mixed", "bf16"])
 def test_one_rank_averages_as_two_with_its_batch_do(precision: str, sync: str) -> None:
     """A third is rounded in fp32 and the average once more, at N = 1 too: two ranks with one batch get its bits."""
-    batch = draw(1, 6)
+    batch = draw(1, 6, WIDTHS)
     one, two = (DP(MLP(WIDTHS), ranks, precision=precision, accumulate=3, sync=sync) for ranks in (1, 2))
     one.step(batch)
     two.step(batch * 2)
-    assert states(one, [*STATES, Band.GRADS]) == states(two, [*STATES, Band.GRADS])
+    assert states(one, [*COMPARED, Band.GRADS]) == states(two, [*COMPARED, Band.GRADS])
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -156,8 +123,10 @@ def test_rows_that_cannot_be_cut_are_refused() -> None:
     """A batch of 7 rows makes no 2 micro-batches; nothing has been changed."""
     scheme = ZeRO2(MLP(WIDTHS), N, accumulate=2)
     before = states(scheme)
-    with pytest.raises(ValueError, match=r"accumulate=2 .* 7 rows cannot be. Pass a multiple of 2 rows"):
-        scheme.step(draw(N, 7))
+    with pytest.raises(
+        ValueError, match=r"^step\(batch\): accumulate=2 .* 7 rows cannot be. Pass a multiple of 2 rows"
+    ):
+        scheme.step(draw(N, 7, WIDTHS))
     assert (states(scheme), scheme.reports) == (before, [])
 
 
@@ -311,11 +280,11 @@ def test_fsdp_gathers_and_computes_in_bf16_what_it_keeps_in_fp32() -> None:
 @pytest.mark.parametrize("sync", ["each", "end"])
 def test_fsdps_recipe_on_one_rank_is_that_on_two(sync: str) -> None:
     """One rank computes with the bf16 copy too: two ranks with its batch get the same bits."""
-    batch = draw(1, 6)
+    batch = draw(1, 6, WIDTHS)
     one, two = (ZeRO3(MLP(WIDTHS), n, precision="fsdp", accumulate=3, sync=sync) for n in (1, 2))
     one.step(batch)
     two.step(batch * 2)
-    assert bits(one.full_theta()) == bits(two.full_theta())
+    assert one.full_theta().tobytes() == two.full_theta().tobytes()
     assert one.bytes_comm_per_rank() == 0
 
 
@@ -348,7 +317,7 @@ def test_sgd_descends_alike_under_all_schemes(momentum: float) -> None:
         p_before, v_before = p, v
         for run in runs:
             if step:
-                run.step(draw(N, 4, seed=step))
+                run.step(draw(N, 4, WIDTHS, seed=step))
             g = run.flat(Band.GRADS)
             v = np.float32(momentum) * v_before + g
             p = p_before - np.float32(0.5) * v
@@ -356,7 +325,7 @@ def test_sgd_descends_alike_under_all_schemes(momentum: float) -> None:
             assert momentum == 0 or np.array_equal(run.flat(Band.MOMENTUM), v)
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("as_users_call_it")
 @pytest.mark.parametrize("options", [{"lr": 0.0}, {"lr": float("inf")}, {"lr": "fast"}, {"momentum": 1.0}])
 def test_sgd_refuses_what_it_cannot_use(options: dict[str, Any]) -> None:
     """A rate or momentum out of range is refused by name."""
@@ -372,12 +341,13 @@ class Scale:
     """y = x * w, elementwise, with the [width] ``tied`` weight, a frozen shift, and a buffer that counts calls."""
 
     def __init__(self, name: str, tied: Group, extra: Sequence[Group] = ()) -> None:
-        self.name, self.groups = name, (tied, *extra)
+        self.name = name
+        self.groups: tuple[Group, ...] = (tied, *extra)
         self.width = tied.size
 
-    def forward(self, params: Any, x: Array, work: Workspace) -> tuple[Array, Any]:
-        weight, *rest = params if isinstance(params, list) else [params]
-        y = work.hold(*x.shape[1:])
+    def forward(self, x: Array, given: Pass) -> tuple[Array, Any]:
+        weight, *rest = given.params if isinstance(given.params, list) else [given.params]
+        y = given.work.hold(*x.shape[1:])
         np.multiply(x, weight[:, None, : self.width].astype(np.float32), out=y)
         for group, flat in zip(self.groups[1:], rest, strict=True):
             if group.role is Role.BUFFER:
@@ -386,10 +356,8 @@ class Scale:
                 y += flat[:, None, : self.width].astype(np.float32)
         return y, (x, y)
 
-    def backward(
-        self, params: Any, saved: Any, dy: Array, grads: Any, work: Workspace, *, need_dx: bool
-    ) -> Array | None:
-        x, y = saved
+    def backward(self, saved: Any, dy: Array, given: Pass) -> Array | None:
+        (x, y), (params, work, grads, need_dx) = saved, given
         weight = params[0] if isinstance(params, list) else params
         work.free(y)
         grads[:, : self.width] = (dy * x).sum(axis=1)
@@ -523,7 +491,7 @@ def test_layers_of_several_groups_share_no_bucket(kind: str) -> None:
 
 def test_a_failed_step_with_micro_batches_gives_everything_back() -> None:
     """Out of memory in the second micro-batch leaves the states alone, and a later step on more memory is whole."""
-    batch = draw(N, 4)
+    batch = draw(N, 4, WIDTHS)
     free = ZeRO3(MLP(WIDTHS), N, accumulate=2, sync="end")
     free.step(batch)
     tight = ZeRO3(MLP(WIDTHS), N, accumulate=2, sync="end", capacity=free.reports[-1].peak.total - 1)
@@ -538,9 +506,9 @@ def test_a_failed_step_with_micro_batches_gives_everything_back() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"accumulate": 0}, ValueError, "accumulate must be a positive integer"),
-        ({"prefetch": -1}, ValueError, "prefetch must be a positive integer"),
-        ({"prefetch": True}, TypeError, "prefetch must be a positive integer"),
+        ({"accumulate": 0}, ValueError, "accumulate must be an integer of 1 or more; got 0"),
+        ({"prefetch": -1}, ValueError, "prefetch must be an integer of 0 or more; got -1"),
+        ({"prefetch": True}, TypeError, "prefetch must be an integer of 0 or more; got True"),
         ({"sync": "never"}, ValueError, "sync is one of each, end"),
         ({"padding": "4N"}, ValueError, "padding is one of N, each, 2N, rows"),
         ({"wire_params": "fp8"}, ValueError, "wire_params is one of fp32, fp16, bf16"),
@@ -551,7 +519,7 @@ def test_a_failed_step_with_micro_batches_gives_everything_back() -> None:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("as_users_call_it")
 def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
     """The error names the option, the rule and the value."""
     with pytest.raises(error, match=words):
@@ -580,7 +548,7 @@ def test_checkpointing_twice_is_checkpointing_once() -> None:
     model.layers = tuple(Checkpointed(layer) for layer in model.layers)
     once, twice = (DP(each, N, checkpoint=True) for each in (MLP(WIDTHS), model))
     for scheme in (once, twice):
-        scheme.step(draw(N, 4))
+        scheme.step(draw(N, 4, WIDTHS))
     assert states(once) == states(twice)
     assert once.reports[-1].flops == twice.reports[-1].flops
 

@@ -1,13 +1,13 @@
 """What ranks hold: allocation, its limits, and the reading views."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from zerosim.bands import FP32, PRECISIONS, WIRES, Band
+from zerosim.bands import FP16, FP32, PRECISIONS, WIRES, Band
 from zerosim.ledger import Ledger, Phase
 from zerosim.ranks import OutOfMemory, Rank, Ranks, Workspace
 
@@ -247,7 +247,6 @@ def test_a_rank_reads_its_row(row: int) -> None:
     rank = filled()[row]
     assert [view.tolist() for view in rank[Band.PARAMS]] == [[row] * 5, [row] * 7]
     assert [view.tolist() for view in rank["activations"]] == [[row] * 3]
-    assert rank["master"] == []
 
 
 def test_a_rank_reads_live_memory() -> None:
@@ -268,10 +267,26 @@ def test_a_rank_cannot_be_written() -> None:
     assert [array.flags.writeable for _, _, array in ranks.live()] == [True] * 3
 
 
-def test_an_unknown_band_is_refused() -> None:
-    """A name that is no band is an error, not an empty answer."""
-    with pytest.raises(ValueError, match="gradients"):
-        filled()[0]["gradients"]
+def test_a_rank_is_a_mapping() -> None:
+    """Its keys are the names of the bands that it holds, in order of allocation, its values what it has of each."""
+    rank = filled()[1]
+    assert isinstance(rank, Mapping)
+    assert (list(rank), len(rank)) == (["params", "activations"], 2)
+    assert ("params" in rank, Band.PARAMS in rank, "master" in rank, "gradients" in rank) == (True, True, False, False)
+    assert {band: [view.tolist() for view in views] for band, views in rank.items()} == {
+        "params": [[1] * 5, [1] * 7],
+        "activations": [[1] * 3],
+    }
+    assert rank.get("master", []) == []
+
+
+@pytest.mark.parametrize("band", ["master", "gradients", 0])
+def test_a_band_that_is_not_held_is_refused(band: Any) -> None:
+    """A band of which nothing is held, and a name that is none, is a KeyError that says what there is."""
+    with pytest.raises(KeyError, match=rf"rank 2 holds params, activations; it has no {band!r}"):
+        filled()[2][band]
+    with pytest.raises(KeyError, match="rank 0 holds nothing"):
+        make()[0]["params"]
 
 
 @pytest.mark.parametrize("row", range(3))
@@ -331,3 +346,44 @@ def test_a_workspace_books_work() -> None:
     with ranks.ledger.step() as report, ranks.ledger.during(Phase.FORWARD):
         Workspace(ranks, Band.ACTIVATIONS).flops(7)
     assert report.flops == {Phase.FORWARD: 7}
+
+
+def test_what_is_given_back_is_handed_out_again() -> None:
+    """A freed array of the same shape and dtype is the next one's memory; of another shape or dtype it is not."""
+    ranks = make()
+    first = ranks.hold(Band.MASTER, (5,))
+    ranks.free(first)
+    others = ranks.hold(Band.PARAMS, (5,)), ranks.hold(Band.MASTER, (7,))
+    again = ranks.hold(Band.EXP_AVG, (5,))
+    assert [np.shares_memory(first, each) for each in (*others, again)] == [False, False, True]
+    assert not np.shares_memory(again, ranks.hold(Band.EXP_AVG, (5,)))
+
+
+def test_what_is_given_back_is_logged_for_its_owner() -> None:
+    """The log's entry of a free names the unit of the hold."""
+    ranks = make()
+    ranks.free(ranks.hold(Band.MASTER, (5,), "layer 7"))
+    with ranks.ledger.step() as report:
+        ranks.free(ranks.hold(Band.MASTER, (5,), "layer 9"))
+    assert [event.unit for event in report.events] == ["layer 9", "layer 9"]
+
+
+def test_a_band_of_one_dtype_takes_no_other() -> None:
+    """Another dtype for a band that has one is refused in words; its own is not, nor any for a band of several."""
+    ranks = make()
+    with pytest.raises(
+        ValueError,
+        match=r"^Ranks.hold\(dtype\): master is held in float32 here; got float16. Leave dtype",
+    ):
+        ranks.hold(Band.MASTER, (5,), dtype=FP16)
+    assert ranks.ledger.total == 0
+    assert ranks.hold(Band.MASTER, (5,), dtype=FP32).dtype == FP32
+    assert ranks.hold(Band.ACTIVATIONS, (5,), dtype=FP16).dtype == FP16
+
+
+def test_scratch_belongs_to_nobody_at_first() -> None:
+    """What a workspace holds before it is told for whom has no unit."""
+    ranks = make()
+    with ranks.ledger.step() as report:
+        Workspace(ranks, Band.ACTIVATIONS).hold(3)
+    assert [event.unit for event in report.events] == [""]

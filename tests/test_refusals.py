@@ -8,63 +8,56 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import psutil
 import pytest
 
-from zerosim import options as preflight
+from helpers import draw, each_stage
 from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band
 from zerosim.model import MLP
-from zerosim.optimizer import SGD
-from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2
+from zerosim.optimizer import SGD, Adam
+from zerosim.options import Options
+from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO2
+from zerosim.worlds.local import LocalRing
 
 RANKS, ROWS, WIDTHS = 3, 2, (5, 7, 4)
 
 Pairs = list[tuple[Any, Any]]
 
 
-@pytest.fixture(autouse=True)
-def as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the session's own checks of types and shapes, which users do not have and which would answer first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("as_users_call_it")
 
 
 def good() -> Pairs:
-    rng = np.random.default_rng(1)
-
-    def draw(width: int) -> Array:
-        return rng.standard_normal((ROWS, width)).astype(np.float32)
-
-    return [(draw(WIDTHS[0]), draw(WIDTHS[-1])) for _ in range(RANKS)]
+    return list(draw(RANKS, ROWS, WIDTHS))
 
 
 # -- options
 
 OPTIONS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
-    ({"ranks": 0}, ValueError, ["(ranks)", "positive integer", "got 0.", "Pass 1 or more"]),
-    ({"ranks": -1}, ValueError, ["(ranks)", "positive integer", "got -1.", "Pass 1 or more"]),
-    ({"ranks": 2.0}, TypeError, ["(ranks)", "positive integer", "got 2.0.", "Pass 1 or more"]),
-    ({"ranks": True}, TypeError, ["(ranks)", "positive integer", "got True.", "Pass 1 or more"]),
-    ({"ranks": "4"}, TypeError, ["(ranks)", "positive integer", "got '4'.", "Pass 1 or more"]),
-    ({"ranks": None}, TypeError, ["(ranks)", "positive integer", "got None.", "Pass 1 or more"]),
+    ({"ranks": 0}, ValueError, ["(ranks)", "an integer of 1 or more", "got 0."]),
+    ({"ranks": -1}, ValueError, ["(ranks)", "an integer of 1 or more", "got -1."]),
+    ({"ranks": 2.0}, TypeError, ["(ranks)", "an integer of 1 or more", "got 2.0."]),
+    ({"ranks": True}, TypeError, ["(ranks)", "an integer of 1 or more", "got True."]),
+    ({"ranks": "4"}, TypeError, ["(ranks)", "an integer of 1 or more", "got '4'."]),
+    ({"ranks": None}, TypeError, ["(ranks)", "an integer of 1 or more", "got None."]),
     ({"optimizer": "sgd"}, TypeError, ["(optimizer)", "of type", "Adam", "got 'sgd'."]),
     ({"precision": ["mixed"]}, ValueError, ["(precision)", "is one of", "got ['mixed']."]),
     ({"precision": "fp8"}, ValueError, ["(precision)", "is one of", "mixed, bf16, fp32", "got 'fp8'"]),
     ({"precision": None}, ValueError, ["(precision)", "is one of", "mixed, bf16, fp32", "got None"]),
     ({"wire": "int8"}, ValueError, ["(wire)", "is one of", "fp32, fp16, bf16", "got 'int8'"]),
     ({"gather": "all"}, ValueError, ["(gather)", "is one of", "layer, model", "got 'all'"]),
-    ({"bucket": 0}, ValueError, ["(bucket)", "positive integer", "got 0"]),
+    ({"bucket": 0}, ValueError, ["(bucket)", "an integer of 1 or more", "got 0"]),
     ({"bucket": "all"}, ValueError, ["(bucket)", "is one of", "layer, model", "got 'all'"]),
-    ({"capacity": 0}, ValueError, ["(capacity)", "positive integer", "got 0.", "Pass 1 or more"]),
-    ({"capacity": -(2**30)}, ValueError, ["(capacity)", "positive integer", "got -1073741824.", "Pass 1 or more"]),
-    ({"capacity": 1e9}, TypeError, ["(capacity)", "positive integer", "got 1000000000.0.", "Pass 1 or more"]),
-    ({"capacity": "16GB"}, TypeError, ["(capacity)", "positive integer", "got '16GB'.", "Pass 1 or more"]),
+    ({"capacity": 0}, ValueError, ["(capacity)", "an integer of 1 or more", "got 0."]),
+    ({"capacity": -(2**30)}, ValueError, ["(capacity)", "an integer of 1 or more", "got -1073741824."]),
+    ({"capacity": 1e9}, TypeError, ["(capacity)", "an integer of 1 or more", "got 1000000000.0."]),
+    ({"capacity": "16GB"}, TypeError, ["(capacity)", "an integer of 1 or more", "got '16GB'."]),
 ]
 
 
 @pytest.mark.parametrize(("options", "error", "words"), OPTIONS, ids=lambda value: str(value)[:40])
-@pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
+@each_stage
 def test_bad_options_are_refused(stage: Any, options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     """An option out of range is refused by every scheme, with the right type and in words that help."""
     with pytest.raises(error) as caught:
@@ -72,11 +65,29 @@ def test_bad_options_are_refused(stage: Any, options: dict[str, Any], error: typ
     assert all(word in str(caught.value) for word in ["Scheme", *words]), str(caught.value)
 
 
+@each_stage
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("model", "MLP"), ("optimizer", "Adam"), ("padding", "3N"), ("sync", "never"), ("precision", "fp8"),
+        ("accumulate", 0), ("prefetch", -1), ("bucket", "row"), ("gather", "all"), ("wire_params", "fp8"),
+        ("all_reduce", 1), ("checkpoint", 1), ("capacity", 0), ("ranks", 0),
+    ],
+)  # fmt: skip
+def test_an_option_that_cannot_be_is_refused_by_name(stage: Stage, option: str, value: Any) -> None:
+    """Where nothing checks types, the error begins with the call and the option, whichever it is."""
+    arguments: dict[str, Any] = {"model": MLP([2, 3]), "ranks": 2} | {option: value}
+    with pytest.raises((TypeError, ValueError), match=rf"^Scheme\({option}\): "):
+        stage(**arguments)
+
+
 @pytest.mark.parametrize("option", ["precison", "wires", "bucket_size", "seed"])
 def test_unknown_options_are_refused(option: str) -> None:
-    """An option that does not exist is a TypeError that names it, not ignored."""
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
-        ZeRO2(MLP(WIDTHS), RANKS, **{option: "layer"})
+    """An option that does not exist is a TypeError that names it and those that there are, not ignored."""
+    given: dict[str, Any] = {option: "layer"}
+    known = "precision, wire, wire_params, gather, .*, optimizer, capacity"
+    with pytest.raises(TypeError, match=f"^Scheme: there is no option '{option}'. Use one of {known}"):
+        ZeRO2(MLP(WIDTHS), RANKS, **given)
 
 
 def test_options_go_by_keyword() -> None:
@@ -115,7 +126,7 @@ def test_a_wire_that_carries_the_working_copy_is_accepted(precision: str, wire: 
             numbers = every[~np.isnan(every)]
             survives &= np.array_equal(numbers.astype(WIRES[wire]).astype(carried), numbers)
     try:
-        preflight.check_options(RANKS, precision=precision, wire=wire, gather="layer", bucket="layer", capacity=None)
+        Options(precision=precision, wire=wire)
     except ValueError:
         accepted = False
     else:
@@ -269,3 +280,27 @@ def test_an_optimizer_without_moments_needs_less(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=need - 1))
     with pytest.raises(MemoryError):
         DP(MLP((5, 7, 3)), n, optimizer=SGD())
+
+
+@pytest.mark.parametrize("optimizer", [Adam(), SGD()], ids=["adam", "sgd"])
+def test_what_there_is_no_memory_for_is_refused_with_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Adam | SGD
+) -> None:
+    """With memory for half of the ranks, the refusal names the scheme and N, and first the other stages that fit, then
+    the powers of two below; a ring of one's own is not asked.
+    """
+    model, n = MLP((5, 7, 3)), 9
+    sizes = [5 * 7 + 7, 7 * 3 + 3]
+
+    def needed(stage: Stage, ranks: int) -> int:
+        return ranks * stage.footprint(sizes, ranks, PRECISIONS["mixed"], optimizer.states)
+
+    free = needed(DP, 8)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    with pytest.raises(MemoryError, match=r"^data parallel on 9 ranks would take ") as caught:
+        DP(model, n, optimizer=optimizer)
+    named = str(caught.value).partition("would fit: ")[2]
+    others = [f"{stage.name} on {n}" for stage in SCHEMES if needed(stage, n) <= free]
+    fewer = [f"data parallel on {ranks}" for ranks in (8, 4, 2, 1)]
+    assert [each.split(" (")[0] for each in named.split(", ")][:4] == [*others, *fewer][:4]
+    assert DP(model, n, optimizer=optimizer, ring=LocalRing(n)).ring.size == n

@@ -1,49 +1,31 @@
 """The schemes: what options cost and change, padding, reports, and what a user reads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from zerosim.bands import MODEL_STATES, Array, Band, DType
+from helpers import Batch, apart, batches, bits, contents, each_gather, each_stage, sizes
+from zerosim.bands import FP32, MODEL_STATES, PRECISIONS, Array, Band, DType
 from zerosim.buckets import Bucket
-from zerosim.ledger import Phase
+from zerosim.ledger import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
+from zerosim.options import Gather
 from zerosim.ranks import OutOfMemory, Rank
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.local import LocalRing
 
 WIDTHS = (5, 7, 3)
-SIZES = [5 * 7 + 7, 7 * 3 + 3]
+SIZES = sizes(WIDTHS)
 ROWS = 2
 LAYERS = ["layer 1", "layer 2"]
-
-each_stage = pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
-
-Batch = list[tuple[Array, Array]]
-
-
-def batches(ranks: int, steps: int = 1, rows: int = ROWS, widths: Sequence[int] = WIDTHS, seed: int = 7) -> list[Batch]:
-    rng = np.random.default_rng(seed)
-
-    def draw(width: int) -> Array:
-        return rng.standard_normal((rows, width)).astype(np.float32)
-
-    return [[(draw(widths[0]), draw(widths[-1])) for _ in range(ranks)] for _ in range(steps)]
 
 
 def train(scheme: Scheme, data: list[Batch]) -> list[float]:
     return [scheme.step(batch) for batch in data]
-
-
-def bits(array: Array) -> Array:
-    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
-
-
-def contents(scheme: Scheme) -> list[bytes]:
-    return [state.tobytes() for bucket in scheme.buckets for state in bucket.states.values()]
 
 
 def states(scheme: Scheme) -> Iterator[tuple[Array, Array]]:
@@ -94,37 +76,21 @@ def test_training_starts_from_the_models_initial_values(stage: Stage, precision:
     model = MLP(WIDTHS, seed=3)
     scheme = stage(model, ranks, precision=precision)
     assert np.array_equal(bits(scheme.full_theta()), bits(model.initial()))
-    working = model.initial().astype(scheme.precision.working)
+    working = model.initial().astype(scheme.options.recipe.working)
     assert np.array_equal(bits(scheme.flat(Band.PARAMS)), bits(working))
     for band in (Band.GRADS, Band.EXP_AVG, Band.EXP_AVG_SQ):
         assert not bits(scheme.flat(band)).any()
 
 
-class OnlyRank:
-    """One rank of a world whose others are elsewhere; nothing needs to be sent to build a scheme."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.size, self.ids = size, [rank]
-
-    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        return np.empty(shape, dtype)
-
-    def shift(self, block: Array, spare: Array) -> Array:
-        raise NotImplementedError
-
-    def chunks(self, buffer: Array, hop: int) -> list[tuple[slice, Array]]:
-        raise NotImplementedError
-
-
 def test_a_process_that_holds_one_rank_holds_its_shard() -> None:
     """A rank alone in its process starts with its own row, and a sharded state cannot be put together there."""
-    together, alone = ZeRO3(MLP(WIDTHS), 5), ZeRO3(MLP(WIDTHS), 5, ring=OnlyRank(3, 5))
+    together, alone = ZeRO3(MLP(WIDTHS), 5), ZeRO3(MLP(WIDTHS), 5, ring=apart(5)[3])
     assert [rank.id for rank in alone.ranks] == [3]
-    for band in alone.precision.states:
+    for band in alone.options.recipe.states:
         assert [a.tobytes() for a in alone.ranks[0][band]] == [a.tobytes() for a in together.ranks[3][band]]
     with pytest.raises(ValueError, match=r"ZeRO-3 shards it over 5 ranks.*\[3\]"):
         alone.flat(Band.MASTER)
-    assert np.array_equal(ZeRO2(MLP(WIDTHS), 5, ring=OnlyRank(3, 5)).flat(Band.PARAMS), together.flat(Band.PARAMS))
+    assert np.array_equal(ZeRO2(MLP(WIDTHS), 5, ring=apart(5)[3]).flat(Band.PARAMS), together.flat(Band.PARAMS))
 
 
 def test_a_ring_of_another_size_is_refused() -> None:
@@ -175,7 +141,7 @@ def test_working_copies_are_the_master_weights_rounded(stage: Stage, precision: 
     """After a step the parameters that forward will read are the fp32 master weights, rounded once."""
     scheme = stage(MLP(WIDTHS), 5, precision=precision)
     train(scheme, batches(5, steps=2))
-    rounded = scheme.full_theta().astype(scheme.precision.working)
+    rounded = scheme.full_theta().astype(scheme.options.recipe.working)
     assert np.array_equal(bits(scheme.flat(Band.PARAMS)), bits(rounded))
 
 
@@ -349,7 +315,7 @@ def test_ranks_are_rows(stage: Stage) -> None:
         scheme.ranks[5]
     rank = scheme.ranks[3]
     assert isinstance(rank, Rank)
-    for band in scheme.precision.states:
+    for band in scheme.options.recipe.states:
         rows = [bucket.states[band][3] for bucket in scheme.buckets]
         assert [view.tobytes() for view in rank[band]] == [row.tobytes() for row in rows]
         assert all(np.shares_memory(view, row) for view, row in zip(rank[band], rows, strict=True))
@@ -382,9 +348,8 @@ def test_one_report_per_step(stage: Stage) -> None:
     assert sum(report.sent()[0] for report in scheme.reports) == scheme.ledger.sent()[0]
 
 
-@pytest.mark.parametrize("gather", ["layer", "model"])
-@each_stage
-def test_nothing_outlives_a_step_but_the_states(stage: Stage, gather: str) -> None:
+@each_gather
+def test_nothing_outlives_a_step_but_the_states(stage: Stage, gather: Gather) -> None:
     """Between steps a rank holds its model states and nothing else: no gathered layer, block or activation."""
     scheme = stage(MLP(WIDTHS), 5, gather=gather)
     before = scheme.ranks[0].held()
@@ -394,9 +359,8 @@ def test_nothing_outlives_a_step_but_the_states(stage: Stage, gather: str) -> No
     assert {band for band, nbytes in scheme.ledger.held.items() if nbytes} == set(before)
 
 
-@pytest.mark.parametrize("gather", ["layer", "model"])
-@each_stage
-def test_out_of_memory_leaves_a_report(stage: Stage, gather: str) -> None:
+@each_gather
+def test_out_of_memory_leaves_a_report(stage: Stage, gather: Gather) -> None:
     """A step that passes the capacity reports what it did, gives back all but the states, and changes none."""
     ranks, rows = 5, 11
     [batch] = batches(ranks, rows=rows)
@@ -441,7 +405,7 @@ def test_models_can_be_shared() -> None:
     assert np.array_equal(bits(ZeRO1(model, 3).full_theta()), bits(start))
 
 
-@pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
+@each_stage
 def test_flat_gradients_are_the_averaged_ones(stage: Stage) -> None:
     """Put together from the ranks, every stage's gradients are data parallel's, also where a rank keeps its own too."""
     flat = []
@@ -450,3 +414,61 @@ def test_flat_gradients_are_the_averaged_ones(stage: Stage) -> None:
         train(scheme, batches(3))
         flat.append(scheme.flat(Band.GRADS))
     assert flat[0].tobytes() == flat[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("stage", "whole", "sharded", "transient"),
+    [(DP, 2 + 2 + 12, 0, 0), (ZeRO1, 2 + 2, 12, 0), (ZeRO2, 2, 2 + 12, 2), (ZeRO3, 0, 2 + 2 + 12, 2 + 2)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_the_memory_that_a_stage_will_need(stage: Stage, whole: int, sharded: int, transient: int) -> None:
+    """States whole or sharded, and the largest bucket's gathered parameters and unreduced gradients for a while."""
+    small, large = 7, 13  # chunks of 2 and 3 elements on five ranks
+    states = whole * 5 * (2 + 3) + sharded * (2 + 3)
+    assert stage.footprint([small, large], 5, PRECISIONS["mixed"], Adam().states) == states + transient * 5 * 3
+
+
+class Counted(MLP):
+    """An MLP that takes integers, as a model of language does."""
+
+    def check(self, batch: Any, ranks: int) -> tuple[Any, Any]:
+        x, y = super().check(batch, ranks)
+        return x.astype(np.int64), y
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_a_batch_is_held_as_it_is() -> None:
+    """Integers of 8 bytes are held as such, beside targets of 4 bytes."""
+    scheme = DP(Counted([5, 3]), 2)
+    scheme.step([(np.ones((7, 5), np.float32), np.ones((7, 3), np.float32))] * 2)
+    first, second, *_ = [event for event in scheme.reports[0].events if event.unit == "batch"]
+    assert (first.nbytes, second.nbytes) == (8 * 7 * 5, 4 * 7 * 3)
+
+
+@each_stage
+def test_what_is_sent_and_held_in_flight_is_some_layers(stage: Stage) -> None:
+    """Every message, and every block that it travels in, is booked for the layer it is of, in whole bytes."""
+    scheme = stage(MLP((3, 5, 2)), 3)
+    x, y = np.ones((2, 3), FP32), np.ones((2, 2), FP32)
+    scheme.step([(x, y)] * 3)
+    flying = [event for event in scheme.reports[-1].events if event.name == Band.BLOCKS or event.kind is EventKind.SEND]
+    assert {event.unit for event in flying} == {"layer 1", "layer 2"}
+    assert {type(event.nbytes) for event in flying} == {int}
+    assert {type(traffic.sent_each) for traffic in scheme.reports[-1].traffic.values()} == {int}
+    assert {type(traffic._received) for traffic in scheme.reports[-1].traffic.values()} == {int}
+
+
+def test_events_are_of_whom_they_are() -> None:
+    """Activations are the batch's, a layer's or the loss's, and each layer's arithmetic is logged under its name."""
+    scheme = ZeRO2(MLP((5, 7, 3)), 3)
+    scheme.step([(np.ones((2, 5), FP32), np.ones((2, 3), FP32))] * 3)
+    events = scheme.reports[-1].events
+    held = [event.unit for event in events if event.kind is EventKind.HOLD and event.name == Band.ACTIVATIONS]
+    # The batch's two parts; outputs; the loss's gradient; and backward through layer 2, which needs its input's.
+    assert held == ["batch", "batch", "layer 1", "layer 2", "loss", "layer 2"]
+    done = [(str(event.name), event.unit) for event in events if event.kind is EventKind.COMPUTE]
+    assert done == [
+        *[("forward", f"layer {index}") for index in (1, 2)],
+        *[("backward", f"layer {index}") for index in (2, 1)],
+        *[("optimizer", f"layer {index}") for index in (1, 2)],
+    ]

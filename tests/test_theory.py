@@ -1,78 +1,75 @@
 """The closed forms, against small cases worked by hand."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
+from helpers import each_stage
 from zerosim import theory
 from zerosim.bands import Band
-from zerosim.model import MLP
-from zerosim.schemes import SCHEMES
+from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.theory import Job
 
 # One layer of 5 inputs and 3 outputs on four ranks: 5 * 3 weights and 3 biases are 18 parameters, a chunk is
 # ceil(18 / 4) = 5, and the bucket 4 * 5 = 20 with two elements of padding, both in rank 3's chunk.
 ONE = (((5, 3),),)
 P, C, L, PAD = 5 * 3 + 3, 5, 4 * 5, 2
-stages = pytest.mark.parametrize("stage", range(4), ids=[stage.name for stage in SCHEMES])
 
 
 def test_sizes_and_chunks() -> None:
     """A bucket has its layers' weights and biases; a chunk is an Nth of it, rounded up."""
-    job = Job(0, (((7, 5), (5, 3)), ((3, 2),)), 4)
+    job = Job(DP, (((7, 5), (5, 3)), ((3, 2),)), 4)
     assert job.sizes() == [7 * 5 + 5 + 5 * 3 + 3, 3 * 2 + 2]
     assert job.chunks() == [15, 2]  # of 58 and 8
 
 
 def test_a_chunk_is_at_least_one_element() -> None:
     """With more ranks than parameters a chunk is one element, and the bucket as long as the world is large."""
-    assert Job(3, ONE, 37).chunks() == [1]
-    assert sum(theory.resident(Job(3, ONE, 37)).values()) == 16 * 1
-    assert sum(theory.resident(Job(0, ONE, 37)).values()) == 16 * 37
+    assert Job(ZeRO3, ONE, 37).chunks() == [1]
+    assert sum(theory.resident(Job(ZeRO3, ONE, 37)).values()) == 16 * 1
+    assert sum(theory.resident(Job(DP, ONE, 37)).values()) == 16 * 37
 
 
 # -- resident
 
-RESIDENT = [  # in the order params, grads, master, exp_avg, exp_avg_sq
-    [2 * L, 2 * L, 4 * L, 4 * L, 4 * L],
-    [2 * L, 2 * L, 4 * C, 4 * C, 4 * C],
-    [2 * L, 2 * C, 4 * C, 4 * C, 4 * C],
-    [2 * C, 2 * C, 4 * C, 4 * C, 4 * C],
-]
+RESIDENT = {  # in the order params, grads, master, exp_avg, exp_avg_sq
+    DP: [2 * L, 2 * L, 4 * L, 4 * L, 4 * L],
+    ZeRO1: [2 * L, 2 * L, 4 * C, 4 * C, 4 * C],
+    ZeRO2: [2 * L, 2 * C, 4 * C, 4 * C, 4 * C],
+    ZeRO3: [2 * C, 2 * C, 4 * C, 4 * C, 4 * C],
+}
 STATES = [Band.PARAMS, Band.GRADS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ]
 
 
-@stages
+@each_stage
 @pytest.mark.parametrize("precision", ["mixed", "bf16"])
-def test_resident_by_hand(stage: int, precision: str) -> None:
+def test_resident_by_hand(stage: Stage, precision: str) -> None:
     """Whole states take L elements, sharded ones C; the optimizer's are sharded first, the parameters last."""
     expected = dict(zip(STATES, RESIDENT[stage], strict=True))
     assert theory.resident(Job(stage, ONE, 4, precision=precision)) == expected
 
 
-@stages
-def test_resident_in_fp32_by_hand(stage: int) -> None:
+@each_stage
+def test_resident_in_fp32_by_hand(stage: Stage) -> None:
     """Without master weights params and grads take four bytes each, and no band is there in name only."""
-    elements = [[L, L, L, L], [L, L, C, C], [L, C, C, C], [C, C, C, C]][stage]
+    elements = {DP: [L, L, L, L], ZeRO1: [L, L, C, C], ZeRO2: [L, C, C, C], ZeRO3: [C, C, C, C]}[stage]
     bands = [Band.PARAMS, Band.GRADS, Band.EXP_AVG, Band.EXP_AVG_SQ]
     expected = {band: 4 * count for band, count in zip(bands, elements, strict=True)}
     assert theory.resident(Job(stage, ONE, 4, precision="fp32")) == expected
 
 
-@stages
-def test_buckets_are_padded_one_by_one(stage: int) -> None:
+@each_stage
+def test_buckets_are_padded_one_by_one(stage: Stage) -> None:
     """Two buckets of 18 and 8 on seven ranks are chunks of 3 and 2: what they hold is the sum of the two."""
     both = theory.resident(Job(stage, (((5, 3),), ((3, 2),)), 7))
     first, second = theory.resident(Job(stage, ONE, 7)), theory.resident(Job(stage, (((3, 2),),), 7))
     assert both == {band: first[band] + second[band] for band in first}
-    assert both[Band.PARAMS] == 2 * (3 + 2) * (1 if stage == 3 else 7)
+    assert both[Band.PARAMS] == 2 * (3 + 2) * (1 if stage.params else 7)
 
 
-@stages
-def test_one_rank_shards_nothing(stage: int) -> None:
+@each_stage
+def test_one_rank_shards_nothing(stage: Stage) -> None:
     """At N = 1 every stage is data parallel: in bytes, padding, traffic, work and peak."""
-    one, data_parallel = Job(stage, ONE, 1, rows=2), Job(0, ONE, 1, rows=2)
+    one, data_parallel = Job(stage, ONE, 1, rows=2), Job(DP, ONE, 1, rows=2)
     for formula in (theory.resident, theory.padding, theory.traffic, theory.padding_sent, theory.flops, theory.peak):
         assert formula(one) == formula(data_parallel)
     assert sum(theory.resident(one).values()) == 16 * P
@@ -81,16 +78,16 @@ def test_one_rank_shards_nothing(stage: int) -> None:
 
 # -- padding
 
-PADDING = [  # bytes per padding element that is whole, so on every rank, and that is in rank 3's shard
-    (2 + 2 + 12, 0),
-    (2 + 2, 12),
-    (2, 2 + 12),
-    (0, 2 + 2 + 12),
-]
+PADDING = {  # bytes per padding element that is whole, so on every rank, and that is in rank 3's shard
+    DP: (2 + 2 + 12, 0),
+    ZeRO1: (2 + 2, 12),
+    ZeRO2: (2, 2 + 12),
+    ZeRO3: (0, 2 + 2 + 12),
+}
 
 
-@stages
-def test_padding_by_hand(stage: int) -> None:
+@each_stage
+def test_padding_by_hand(stage: Stage) -> None:
     """A whole state's padding is on every rank, a sharded one's only where the padding is."""
     everywhere, owner = PADDING[stage]
     assert theory.padding(Job(stage, ONE, 4)) == [
@@ -102,8 +99,8 @@ def test_padding_by_hand(stage: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 11, 17, 37])
-@pytest.mark.parametrize(("stage", "whole"), [(0, 16), (1, 4), (2, 2), (3, 0)])
-def test_padding_is_what_is_not_logical(n: int, stage: int, whole: int) -> None:
+@pytest.mark.parametrize(("stage", "whole"), [(DP, 16), (ZeRO1, 4), (ZeRO2, 2), (ZeRO3, 0)])
+def test_padding_is_what_is_not_logical(n: int, stage: Stage, whole: int) -> None:
     """Over all ranks, what is resident less padding is N times the whole states and one copy of the sharded."""
     job = Job(stage, (((5, 3),), ((3, 2),)), n)
     logical = (5 * 3 + 3) + (3 * 2 + 2)
@@ -113,7 +110,7 @@ def test_padding_is_what_is_not_logical(n: int, stage: int, whole: int) -> None:
 
 def test_whole_chunks_can_be_padding() -> None:
     """Eight parameters on seven ranks are chunks of two: the last three hold nothing else under ZeRO-3."""
-    job = Job(3, (((3, 2),),), 7)
+    job = Job(ZeRO3, (((3, 2),),), 7)
     assert theory.padding(job) == [0, 0, 0, 0, 16 * 2, 16 * 2, 16 * 2]
 
 
@@ -124,7 +121,7 @@ def test_whole_chunks_can_be_padding() -> None:
 def test_traffic_by_hand(wire: str, w: int) -> None:
     """Three blocks of five elements past each of four ranks, for each collective and each gather."""
     once = 3 * 5 * w
-    assert [theory.traffic(Job(stage, ONE, 4, wire=wire)) for stage in range(4)] == [
+    assert [theory.traffic(Job(stage, ONE, 4, wire=wire)) for stage in SCHEMES] == [
         {"all-reduce": {Band.GRADS: 2 * once}},
         {"reduce-scatter": {Band.GRADS: once}, "all-gather": {Band.PARAMS: once}},
         {"reduce-scatter": {Band.GRADS: once}, "all-gather": {Band.PARAMS: once}},
@@ -134,52 +131,54 @@ def test_traffic_by_hand(wire: str, w: int) -> None:
 
 def test_traffic_adds_buckets() -> None:
     """Chunks of 3 and 2 on seven ranks travel six hops each."""
-    assert theory.traffic(Job(0, (((5, 3),), ((3, 2),)), 7)) == {"all-reduce": {Band.GRADS: 2 * 6 * (3 + 2) * 4}}
+    assert theory.traffic(Job(DP, (((5, 3),), ((3, 2),)), 7)) == {"all-reduce": {Band.GRADS: 2 * 6 * (3 + 2) * 4}}
 
 
-@stages
-def test_padding_sent_by_hand(stage: int) -> None:
+@each_stage
+def test_padding_sent_by_hand(stage: Stage) -> None:
     """Rank 3's padded chunk is not sent by rank 3 in a reduce-scatter, nor by rank 0, where it ends, in a gather."""
     reduce_scatter = np.array([1, 1, 1, 0]) * PAD * 4
     all_gather = np.array([0, 1, 1, 1]) * PAD * 4
-    expected = reduce_scatter + (2 if stage == 3 else 1) * all_gather
+    expected = reduce_scatter + (2 if stage.params else 1) * all_gather
     assert theory.padding_sent(Job(stage, ONE, 4)) == expected.tolist()
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 11, 17, 37])
-@pytest.mark.parametrize(("stage", "collectives"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_padding_sent_adds_up(n: int, stage: int, collectives: int) -> None:
+@pytest.mark.parametrize(("stage", "collectives"), [(DP, 2), (ZeRO1, 2), (ZeRO2, 2), (ZeRO3, 3)])
+def test_padding_sent_adds_up(n: int, stage: Stage, collectives: int) -> None:
     """Over all ranks every collective carries each element of padding N-1 times."""
     pads = sum(-(-size // n) * n - size for size in (5 * 3 + 3, 3 * 2 + 2))
     job = Job(stage, (((5, 3),), ((3, 2),)), n)
     assert sum(theory.padding_sent(job)) == collectives * (n - 1) * pads * 4
 
 
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (DP, {"all-reduce": 2 * 6}),
+        (ZeRO1, {"reduce-scatter": 6, "all-gather": 6}),
+        (ZeRO2, {"reduce-scatter": 6, "all-gather": 6}),
+        (ZeRO3, {"reduce-scatter": 6, "all-gather": 2 * 6}),
+    ],
+)
+def test_messages_by_hand(stage: Stage, expected: dict[str, int]) -> None:
+    """Two buckets on four ranks: three messages each for a reduce-scatter or an all-gather, six for an all-reduce."""
+    assert theory.messages(Job(stage, (((5, 3),), ((3, 2),)), 4)) == expected
+    assert theory.messages(Job(stage, ONE, 1)) == {}
+
+
 # -- work
 
 
-@stages
-def test_flops_by_hand(stage: int) -> None:
+@each_stage
+def test_flops_by_hand(stage: Stage) -> None:
     """Two per weight and row forward; four backward but two in the first layer; 13 per element that is updated."""
     job = Job(stage, (((7, 5),), ((5, 3),)), 4, rows=11)  # 40 and 18 parameters: chunks of 10 and 5
     assert theory.flops(job) == {
         "forward": 2 * 11 * 7 * 5 + 2 * 11 * 5 * 3,
         "backward": 2 * 11 * 7 * 5 + 4 * 11 * 5 * 3,
-        "optimizer": 13 * (10 + 5) * (1 if stage else 4),
+        "optimizer": 13 * (10 + 5) * (1 if stage.optimizer else 4),
     }
-
-
-@stages
-@pytest.mark.parametrize("n", [1, 2, 5, 7])
-@pytest.mark.parametrize("bucket", ["layer", "model"])
-def test_flops_are_those_of_a_run(stage: int, n: int, bucket: str) -> None:
-    """What a run books, phase by phase and in each step, is what the closed form says."""
-    scheme = SCHEMES[stage](MLP((7, 5, 3)), n, bucket=bucket)
-    for rows in (2, 3):
-        scheme.step([(np.ones((rows, 7), np.float32), np.ones((rows, 3), np.float32)) for _ in range(n)])
-    buckets: Any = (((7, 5),), ((5, 3),)) if bucket == "layer" else (((7, 5), (5, 3)),)
-    predicted = [theory.flops(Job(stage, buckets, n, rows)) for rows in (2, 3)]
-    assert [report.flops for report in scheme.reports] == predicted
 
 
 # -- peak
@@ -192,13 +191,13 @@ ROW = 4 * ROWS
 @pytest.mark.parametrize(
     ("stage", "extra"),
     [
-        (0, {Band.BLOCKS: 2 * 4 * C}),
-        (1, {Band.BLOCKS: 2 * 4 * C}),
-        (2, {Band.UNREDUCED: 2 * L, Band.BLOCKS: 2 * 4 * C}),
-        (3, {Band.GATHERED: 2 * L, Band.BLOCKS: 2 * 4 * C}),  # equal to a layer and its gradients: the first stands
+        (DP, {Band.BLOCKS: 2 * 4 * C}),
+        (ZeRO1, {Band.BLOCKS: 2 * 4 * C}),
+        (ZeRO2, {Band.UNREDUCED: 2 * L, Band.BLOCKS: 2 * 4 * C}),
+        (ZeRO3, {Band.GATHERED: 2 * L, Band.BLOCKS: 2 * 4 * C}),  # equal to a layer and its gradients: the first stands
     ],
 )
-def test_peak_without_activations_by_hand(stage: int, extra: dict[str, int]) -> None:
+def test_peak_without_activations_by_hand(stage: Stage, extra: dict[str, int]) -> None:
     """Beside the states the highest instant has the ring's blocks, a full layer's gradients, or a gathered layer."""
     job = Job(stage, ONE, 4, ROWS)
     assert theory.peak_without_activations(job) == {**theory.resident(job), **extra}
@@ -208,19 +207,19 @@ def test_peak_without_activations_by_hand(stage: int, extra: dict[str, int]) -> 
     ("stage", "rows", "extra", "widths"),
     [
         # Few rows: the gradients are on their way, x alone is left.
-        (0, 1, {Band.BLOCKS: 2 * 4 * C}, 5),
-        (1, 1, {Band.BLOCKS: 2 * 4 * C}, 5),
-        (2, 1, {Band.UNREDUCED: 2 * L, Band.BLOCKS: 2 * 4 * C}, 5),
+        (DP, 1, {Band.BLOCKS: 2 * 4 * C}, 5),
+        (ZeRO1, 1, {Band.BLOCKS: 2 * 4 * C}, 5),
+        (ZeRO2, 1, {Band.UNREDUCED: 2 * L, Band.BLOCKS: 2 * 4 * C}, 5),
         # Backward gathers: x, y and the gradient of y.
-        (3, 1, {Band.GATHERED: 2 * L, Band.BLOCKS: 2 * 4 * C}, 5 + 3 + 3),
+        (ZeRO3, 1, {Band.GATHERED: 2 * L, Band.BLOCKS: 2 * 4 * C}, 5 + 3 + 3),
         # Many rows: the loss, x, y, the target and the gradient of y.
-        (0, 100, {}, 5 + 3 + 3 + 3),
-        (1, 100, {}, 5 + 3 + 3 + 3),
-        (2, 100, {}, 5 + 3 + 3 + 3),
-        (3, 100, {}, 5 + 3 + 3 + 3),
+        (DP, 100, {}, 5 + 3 + 3 + 3),
+        (ZeRO1, 100, {}, 5 + 3 + 3 + 3),
+        (ZeRO2, 100, {}, 5 + 3 + 3 + 3),
+        (ZeRO3, 100, {}, 5 + 3 + 3 + 3),
     ],
 )
-def test_peak_by_hand(stage: int, rows: int, extra: dict[str, int], widths: int) -> None:
+def test_peak_by_hand(stage: Stage, rows: int, extra: dict[str, int], widths: int) -> None:
     """With activations the instant depends on the rows: few, and the ring decides; many, and the loss does."""
     job = Job(stage, ONE, 4, rows)
     assert theory.peak(job) == {**theory.resident(job), **extra, Band.ACTIVATIONS: 4 * rows * widths}
@@ -228,7 +227,7 @@ def test_peak_by_hand(stage: int, rows: int, extra: dict[str, int], widths: int)
 
 def test_peak_of_two_layers_by_hand() -> None:
     """A gathered layer, its unreduced gradients and all that backward keeps alive make ZeRO-3's peak."""
-    job = Job(3, (((7, 5),), ((5, 3),)), 7, ROWS, "fp32")  # 40 and 18 parameters: chunks of 6 and 3
+    job = Job(ZeRO3, (((7, 5),), ((5, 3),)), 7, ROWS, "fp32")  # 40 and 18 parameters: chunks of 6 and 3
     first = 7 * 6
     # Layer 1 going back: its output is freed before its gradients are full, but not before they are allocated.
     alive = 7 + 5 + 5  # x, the hidden layer, and the gradient of the hidden layer
@@ -242,7 +241,7 @@ def test_peak_of_two_layers_by_hand() -> None:
 
 def test_gathering_the_model_holds_it_all() -> None:
     """With gather="model" both layers are gathered while the larger's gradients are reduced."""
-    job = Job(3, (((7, 5),), ((5, 3),)), 7, ROWS, gather="model")
+    job = Job(ZeRO3, (((7, 5),), ((5, 3),)), 7, ROWS, gather="model")
     first, second = 7 * 6, 7 * 3
     assert theory.peak_without_activations(job) == {
         **theory.resident(job),
@@ -250,3 +249,28 @@ def test_gathering_the_model_holds_it_all() -> None:
         Band.UNREDUCED: 2 * first,
         Band.BLOCKS: 2 * 4 * 6,
     }
+
+
+def test_the_moments_of_gathering_everything_at_once() -> None:
+    """Bucket upon bucket is gathered, 2 bytes for each padded parameter, and only then does anything compute."""
+    job = Job(row=ZeRO3, buckets=(((2, 3),), ((3, 5),)), ranks=2, rows=1, gather="model")
+    first, second = 2 * (10 // 2 + 0) * 2, 2 * 10 * 2  # 2·3 + 3 = 9 and 3·5 + 5 = 20 parameters in two chunks each
+    gathered = [moment[Band.GATHERED] for moment in theory.moments(job)]
+    both = [first + second] * 2
+    assert gathered[:5] == [0, first, first + second, *both]
+
+
+def test_a_job_without_rows_has_no_activations() -> None:
+    """The rows of a batch are for activations alone: without any, the peak is the same as the one without them."""
+    for stage in SCHEMES:
+        job = Job(row=stage, buckets=(((7, 11),),), ranks=3)
+        assert theory.peak(job) == theory.peak_without_activations(job)
+
+
+def test_a_layer_at_a_time_is_what_is_usual() -> None:
+    """A job that does not say otherwise gathers by layer."""
+    buckets = (((5, 7),), ((7, 3),))
+    usual, named = Job(ZeRO3, buckets, 3, 2), Job(ZeRO3, buckets, 3, 2, gather="layer")
+    at_once = Job(ZeRO3, buckets, 3, 2, gather="model")
+    assert usual == named
+    assert theory.peak(usual) == theory.peak(named) != theory.peak(at_once)

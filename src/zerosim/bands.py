@@ -26,6 +26,13 @@ else:  # other worlds' arrays, which have a shape and a dtype too, pass the same
 DType = np.dtype[Any]
 
 
+class Place(StrEnum):
+    """Where an array lives: every rank has a card and its part of the host's memory."""
+
+    CARD = "card"
+    HOST = "host"
+
+
 class Band(StrEnum):
     """One kind of thing that a rank holds. Down to the momentum they are the model states."""
 
@@ -37,8 +44,11 @@ class Band(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
     MOMENTUM = "momentum"
     GATHERED = "gathered params"
+    SECONDARY = "second params"  # hpZ's copy of the parameters, sharded over the group
     UNREDUCED = "unreduced grads"
+    PARTIAL = "partial grads"  # averaged over the group, not yet over the replicas
     BLOCKS = "ring blocks"
+    SCALARS = "scalars"  # norms, flags and counts, as the ranks tell each other
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
     BUCKET = "gradient bucket"
@@ -105,8 +115,11 @@ class Precision:
             Band.EXP_AVG_SQ: FP32,
             Band.MOMENTUM: FP32,
             Band.GATHERED: self.working,
+            Band.SECONDARY: self.working,
             Band.UNREDUCED: grads if self.everywhere else self.working,
+            Band.PARTIAL: wire,
             Band.BLOCKS: wire,
+            Band.SCALARS: FP32,
             Band.ACTIVATIONS: FP32,
             Band.BUFFERS: FP32,
             Band.BUCKET: grads,

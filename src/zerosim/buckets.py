@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-from jaxtyping import Shaped
 
-from zerosim.bands import Array, Band
+from zerosim.bands import Array, Band, Place
 from zerosim.layers import Chain, Group, Layer, Model, Role
+from zerosim.ledger import Counts
 from zerosim.options import Options, Padding
 from zerosim.ranks import Ranks
 from zerosim.stages import Stage
@@ -26,13 +26,14 @@ COPIES = (Band.PARAMS, Band.MASTER)  # states that start as the parameters; the 
 class Bucket:
     """One flat buffer's worth of parameters: a group, padded with zeros to N equal chunks, and its states.
 
-    A state is [R, padded] where every rank holds all of it and [R, chunk] where it is sharded.
+    A state is [R, padded] where every rank holds all of it, and shorter where it is sharded: ``pieces`` has,
+    for each rank here, which of the pieces of that length it owns [R].
     """
 
     group: Group
-    chunk: int
     padded: int
     states: dict[Band, Array]
+    pieces: dict[Band, Counts]
 
     @property
     def name(self) -> str:
@@ -47,15 +48,12 @@ class Bucket:
     def trainable(self) -> bool:
         return self.group.role is Role.TRAINABLE
 
-    def padding(self, ids: Sequence[int]) -> Array:
-        """Bytes of padding that each rank of ``ids`` holds: of every state, what is beyond the layer [R]."""
-        held = np.zeros(len(ids), np.int64)
-        if self.padded == self.size:
-            return held
-        for state in self.states.values():
-            start = np.asarray(ids) * self.chunk if state.shape[1] < self.padded else 0
-            beyond = start + state.shape[1] - self.size
-            held += np.clip(beyond, 0, state.shape[1]) * state.dtype.itemsize
+    def padding(self, rows: int) -> Counts:
+        """Bytes of padding that each rank here holds: of every state, what is beyond the layer [R]."""
+        held = np.zeros(rows, np.int64)
+        for band, pieces in self.pieces.items():
+            length, itemsize = self.states[band].shape[1], self.states[band].dtype.itemsize
+            held += np.clip((pieces + 1) * length - self.size, 0, length) * itemsize
         return held
 
 
@@ -111,35 +109,33 @@ def build(
 ) -> Iterator[Bucket]:
     """A bucket per group, its states allocated and filled: parameters from the model, the rest with zeros.
 
-    Of the states that ``row`` shards a rank holds only the chunk that it owns.
+    Of the states that ``row`` shards a rank holds only the piece that it owns.
     """
     initial, start = model.initial(), 0
+    cuts = options.node if row.two_axes and options.node else world_size
     for group in groups:
         if group.role is Role.BUFFER:
             buffer = ranks.hold(Band.BUFFERS, (group.size,), group.name, group.dtype)
             buffer[...] = model.buffer(group)
-            yield Bucket(group, group.size, group.size, {Band.BUFFERS: buffer})
+            yield Bucket(group, group.size, {Band.BUFFERS: buffer}, {})
             continue
         if group.size == 0:
             raise ValueError(f"Scheme(model): {group.name} has no elements: nothing to shard. Leave it out.")
-        padded = PADDINGS[options.padding](group, world_size)
-        chunk = padded // world_size
+        padded = -(-PADDINGS[options.padding](group, cuts) // world_size) * world_size
         whole = np.empty_like(initial, shape=(padded,))
         whole[: group.size] = initial[start : start + group.size]
         whole[group.size :] = 0
         start += group.size
-        filled: dict[Band, Array] = {}
+        bucket = Bucket(group, padded, {}, {})
         for band in options.states if group.role is Role.TRAINABLE else (Band.PARAMS,):
-            length = padded // row.pieces(band, world_size)
-            filled[band] = state = ranks.hold(band, (length,), group.name)
-            _fill(state, whole if band in COPIES else None, ranks.ids, chunk)
-        yield Bucket(group, chunk, padded, filled)
-
-
-def _fill(state: Shaped[Array, "R n"], whole: Shaped[Array, "L"] | None, ids: Sequence[int], chunk: int) -> None:
-    if whole is None:
-        state[...] = 0
-        return
-    for row, rank in enumerate(ids):
-        same = state.shape[1] == whole.shape[0]
-        convert(whole if same else whole[rank * chunk : (rank + 1) * chunk], state[row])
+            owned = [row.piece(band, rank, world_size, options.node) for rank in ranks.ids]
+            length = padded // owned[0][1]
+            place = Place.HOST if row.offloads(band) else Place.CARD
+            bucket.states[band] = state = ranks.hold(band, (length,), group.name, place=place)
+            bucket.pieces[band] = np.array([piece for piece, _ in owned])
+            if band in COPIES:
+                for mine, (piece, _) in zip(state, owned, strict=True):
+                    convert(whole[piece * length : (piece + 1) * length], mine)
+            else:
+                state[...] = 0
+        yield bucket

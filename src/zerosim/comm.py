@@ -4,67 +4,101 @@ Owns the ring all-reduce, reduce-scatter and all-gather (Patarasuk and Yuan 2009
 byte counter inside the hop. Must not know models or memory bands: its blocks come from a
 workspace, and whose bytes they are is a label that the caller gives.
 
-A buffer [R, N*C] is N chunks for each of the R ranks of this process; chunk c is owned by
-rank c. Data flows to lower ranks, N-1 hops of one chunk:
+A buffer [R, n*C] is n chunks for each of the R ranks of this process, n being the size of the ring:
+all N ranks, those of a group, or those with one place in their groups. Chunk c is owned by the ring's
+member c. Data flows to lower members, n-1 hops of one chunk:
 
-* **reduce-scatter**: rank r first hands over chunk r+1. What arrives at hop t is the sum so
+* **reduce-scatter**: member r first hands over chunk r+1. What arrives at hop t is the sum so
   far of chunk r+t+1, to which r adds its own. So the sum of chunk c starts with x[c-1], adds
   x[c-2], ..., and x[c] last, each partial sum rounded to the wire dtype. It is the order of
   torch's gloo all-reduce, which makes the two comparable bit for bit.
-* **all-gather**: rank r first hands over the chunk it owns and then whatever arrived.
-* **all-reduce**: the one and then the other. Each sends (N-1)/N of the buffer per rank, which
-  is why it costs 2(N-1)/N and why ZeRO-1 and -2 get their gradients for half.
+* **all-gather**: member r first hands over the chunk it owns and then whatever arrived.
+* **all-reduce**: the one and then the other. Each sends (n-1)/n of the buffer per rank, which
+  is why it costs 2(n-1)/n and why ZeRO-1 and -2 get their gradients for half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
+from zerosim.kernels import Handed
 from zerosim.ledger import Counts, Ledger, Traffic
 from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
 
-Pieces = list[tuple[slice, Array]]  # rows of a block in flight, and what belongs to them
+Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
 Hop = Callable[[Array, Array, int], Array]
+_COUNTED = 65_536  # messages at a time whose padding is worked out
 
 
 @runtime_checkable
 class Ring(Protocol):
-    """A world of ranks: N of them in all, R of them in this process.
+    """Ranks in a ring: n of them, or several rings of n side by side, one for each group of ranks.
 
-    ``size`` is N and ``ids`` are the ranks that live here, consecutive. A block in flight is [R, C].
-    Which rank a row of it is at is the ring's own affair; ``chunks`` gives the ranks' data in the
-    same order, so that row meets row.
+    ``size`` is n, ``ids`` are the ranks that live in this process and ``members`` their places in their
+    rings. ``leaves`` is 1 for each of them whose messages leave its node, ``leaving`` how many of a node's do.
+
+    A block in flight is [R, C]. Which rank a row of it is at is the ring's own affair; ``grid`` lays
+    blocks out, and ``chunks`` gives the ranks' data in the same order, so that row meets row.
     """
+
+    here: bool = False  # whether all ranks are, and a hop moves nothing: then a kernel may make all hops in one call
 
     size: int
     ids: Sequence[int]
+    members: Sequence[int]
+    leaves: Sequence[int]
+    leaving: int
+
+    def split(self, node: int) -> tuple[Ring, Ring, Ring]:
+        """This ring of all ranks, in nodes of so many; those within the nodes; those of the ranks with one place.
+
+        Rank r = d S + s is member s of node d: in the second ring it is with the ranks of d, in the third with
+        those of s.
+        """
+        ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """An array of this world, contents undefined."""
         ...
 
     def shift(self, block: Shaped[Array, "R C"], spare: Shaped[Array, "R C"]) -> Shaped[Array, "R C"]:
-        """Hand ``block`` to rank r-1 and return the one that rank r+1 handed over.
+        """Hand ``block`` to the member below and return the one that the member above handed over.
 
         It arrives in ``spare``, or, where the rows have only changed their ranks, as a
-        read-only view of ``block``, whose row c is then chunk c.
+        read-only view of ``block``, whose row r is then the chunk that rank r owns.
         """
         ...
 
+    def grid(self, block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
+        """A view of a block, of which each of the ``chunks`` says which part it meets."""
+        return block
+
     def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
-        """For each rank r its chunk (r + hop) mod N of ``buffer`` [R, N*C], as views [rows, C]
-        with the rows of a block in flight that they belong to."""
+        """For each member m its chunk (m + hop) mod n of ``buffer`` [R, n*C], as views, each with where in the
+        ``grid`` of a block in flight the chunks are that it belongs to."""
         ...
 
+    def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "rings n n C"]:
+        """``buffer`` as [ring, member, chunk, C], a view, where all ranks are ``here``."""
+        return buffer.reshape(-1, self.size, self.size, buffer.shape[1] // self.size)
+
+    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+        """What each rank has one of as [ring, member, ...], a view, where all ranks are ``here``."""
+        return rows.reshape(-1, self.size, *rows.shape[1:])
+
+    def spread(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> None:
+        """Where hops move nothing: write each row of ``block`` to its chunk on every rank of its ring."""
+        np.copyto(buffer.reshape(len(buffer), self.size, -1), block)
+
     def summands(self, buffer: Shaped[Array, "R L"], wire: DType) -> Iterator[Pieces]:
-        """Each rank's chunks r+1, ..., r+N of ``buffer``, in the wire's dtype: the order in which they are added."""
+        """Each member's chunks m+1, ..., m+n of ``buffer``, in the wire's dtype: the order in which they are added."""
         for hop in range(1, self.size + 1):
             pieces = self.chunks(buffer, hop)
             yield pieces if wire == buffer.dtype else [(rows, _cast(chunk, wire)) for rows, chunk in pieces]
@@ -73,93 +107,164 @@ class Ring(Protocol):
 class Comm:
     """The collectives of one process's ranks.
 
-    ``wire`` is the dtype that blocks travel in: they are cast from the buffer's dtype as
+    ``wire`` is the dtype that blocks are sent in: they are cast from the buffer's dtype as
     they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
     in flight, one going and one coming; ``ledger`` is told of every hop.
+
+    Where all ranks are in this process and their kernels can, all hops of a collective are made in one
+    call, which counts them as it makes them.
     """
 
     def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
         self.ring, self.wire, self.blocks, self.ledger = ring, wire, blocks, ledger
+        self._convert = blocks.kernels.convert
 
-    def own(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
-        """The chunk of ``buffer`` [R, N*C] that each rank owns, as a view [R, C]."""
+    def own(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "... C"]:
+        """The chunk of ``buffer`` [R, n*C] that each rank owns, as a view, laid out as the ring's grid is."""
         [(_, view)] = self.ring.chunks(buffer, 0)
         return view
 
-    def all_reduce(self, buffer: Shaped[Array, "R L"], size: int, *, scale: float, band: str, unit: str) -> None:
-        """Replace ``buffer`` [R, N*C] on every rank by the ranks' sum times ``scale``.
+    def all_reduce(
+        self, buffer: Shaped[Array, "R L"], size: int, *, scale: float, band: str, unit: str, start: Any = 0
+    ) -> None:
+        """Replace ``buffer`` [R, n*C] on every rank by the sum over its ring times ``scale``.
 
-        ``size`` is its logical length, the rest being padding. The scaling is done in fp32
-        and rounded once, by the chunk's owner, before the result travels.
+        ``size`` is the logical length of what it belongs to, the rest being padding, and ``start`` where in
+        that it begins, for each rank or for all. The scaling is done in fp32 and rounded once, by the
+        chunk's owner, before the result is sent on.
         """
-        self.reduce_scatter(buffer, self.own(buffer), size, scale=scale, band=band, unit=unit, name="all-reduce")
-        self.all_gather(buffer, size, band=band, unit=unit, name="all-reduce")
+        label = {"band": band, "unit": unit, "name": "all-reduce", "start": start}
+        self.reduce_scatter(buffer, self.own(buffer), size, scale=scale, **label)
+        self.all_gather(buffer, size, **label)
 
     def reduce_scatter(
         self,
         buffer: Shaped[Array, "R L"],
-        out: Shaped[Array, "R C"],
+        out: Shaped[Array, "... C"],
         size: int,
         *,
         scale: float,
         band: str,
         unit: str,
         name: str = "reduce-scatter",
+        start: Any = 0,
     ) -> None:
-        """Write to ``out`` [R, C] the sum over ranks, times ``scale``, of the chunk that each rank owns.
+        """Write to ``out`` the sum over the ring, times ``scale``, of the chunk that each rank owns.
 
-        ``out`` may be that chunk of ``buffer`` [R, N*C] itself. Nothing else of ``buffer`` changes.
+        ``out`` is [R, C], or that chunk of ``buffer`` [R, n*C] itself. Nothing else of ``buffer`` changes.
         """
-        with self._flight(buffer, size, name, band, unit) as (block, spare, hop):
-            summands = self.ring.summands(buffer, self.wire)
-            for rows, mine in next(summands):
-                block[rows] = mine
-            for sent, pieces in enumerate(summands, start=1):
-                arrived = hop(block, spare, sent)
-                for rows, mine in pieces:
-                    np.add(arrived[rows], mine, out=spare[rows])
-                block, spare = spare, block
+        grid = self.ring.grid
+        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
+            if (summed := self._sum_at_once(buffer, size, start, block, spare, traffic)) is not None:
+                block = summed
+            else:
+                summands = self.ring.summands(buffer, self.wire)
+                for rows, mine in next(summands):
+                    grid(block)[rows] = mine
+                for sent, pieces in enumerate(summands, start=1):
+                    arrived = grid(hop(block, spare, sent))
+                    for rows, mine in pieces:
+                        np.add(arrived[rows], mine, out=grid(spare)[rows])
+                    block, spare = spare, block
             total = block if self.wire == FP32 else block.astype(FP32)
             np.multiply(total, np.float32(scale), out=total)
-            convert(total, out)
+            self._convert(total.reshape(out.shape), out)
 
     def all_gather(
         self,
         buffer: Shaped[Array, "R L"],
         size: int,
-        own: Shaped[Array, "R C"] | None = None,
+        own: Shaped[Array, "... C"] | None = None,
         *,
         band: str,
         unit: str,
         name: str = "all-gather",
+        start: Any = 0,
     ) -> None:
-        """Fill ``buffer`` [R, N*C] on every rank with the chunks that the ranks own.
+        """Fill ``buffer`` [R, n*C] on every rank with the chunks that the members of its ring own.
 
         ``own`` [R, C] is where they lie; without it each is in its place in ``buffer`` already.
         """
         n, place = self.ring.size, self.own(buffer)
         if own is None:
-            own = np.empty_like(place)  # a register: an owner keeps its own bits, not those that travelled
+            own = np.empty_like(place)  # a register: an owner keeps its own bits, not those that were sent
             np.copyto(own, place)
-        with self._flight(buffer, size, name, band, unit) as (block, spare, hop):
-            convert(own, block)
-            for sent in range(n - 1):
+        own = own.reshape(place.shape)
+        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
+            self._convert(own, block.reshape(place.shape))
+            for sent in range(0 if self._copy_at_once(buffer, size, start, block, traffic) else n - 1):
                 arrived = hop(block, spare, sent)
                 if arrived is spare:  # and has to be written before the next one arrives
                     for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        convert(arrived[rows], chunk)
+                        self._convert(self.ring.grid(arrived)[rows], chunk)
                     block, spare = spare, block
-                elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank
-                    landed = np.empty_like(place)  # a register: the block in the dtype that it is written in
-                    convert(arrived, landed)
-                    np.copyto(buffer.reshape(len(buffer), n, -1), landed)
-        convert(own, place)
+                elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
+                    self.ring.spread(self._landed(arrived, buffer.dtype), buffer)
+        self._convert(own, place)
+
+    def _landed(self, block: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
+        """A block in the dtype that it is written in: itself, or a register."""
+        if block.dtype == dtype:
+            return block
+        landed = np.empty_like(block, dtype)
+        self._convert(block, landed)
+        return landed
+
+    # -- all hops in one call
+
+    def _sum_at_once(
+        self, buffer: Shaped[Array, "R L"], size: int, start: Any, block: Array, spare: Array, traffic: Traffic
+    ) -> Array | None:
+        """The sums of a reduce-scatter, in one of the two blocks, if a kernel makes all the hops."""
+        kernel, ring = self.blocks.kernels.ring_sum, self.ring
+        if kernel is None or not ring.here:
+            return None
+        table, lanes = ring.table(buffer), (ring.lanes(block), ring.lanes(spare))
+        handed = Handed(table.shape[0], ring.size)
+        total = kernel(table, lanes, self._padding_by_chunk(table, size, start), handed)
+        if total is None:
+            return None
+        self._book(handed, traffic)
+        return block if total is lanes[0] else spare
+
+    def _copy_at_once(
+        self, buffer: Shaped[Array, "R L"], size: int, start: Any, block: Array, traffic: Traffic
+    ) -> bool:
+        """Whether a kernel has made all the hops of an all-gather."""
+        kernel, ring = self.blocks.kernels.ring_copies, self.ring
+        if kernel is None or not ring.here:
+            return False
+        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer.dtype))
+        handed = Handed(table.shape[0], ring.size)
+        done = kernel(lanes, table, self.wire.itemsize, self._padding_by_chunk(table, size, start), handed)
+        if done:
+            self._book(handed, traffic)
+        return done
+
+    def _padding_by_chunk(self, table: Shaped[Array, "rings n n C"], size: int, start: Any) -> Counts:
+        """Bytes on the wire of padding in each chunk [ring, chunk] of a buffer that begins at ``start``."""
+        rings, n, _, chunk = table.shape
+        begins = np.zeros(rings, np.int64)
+        if not isinstance(start, int):  # alike for the members of a ring
+            begins = self.ring.lanes(np.asarray(start))[:, 0]
+        ends = begins[:, np.newaxis] + np.arange(1, n + 1) * chunk
+        beyond: Counts = np.clip(ends - size, 0, chunk)
+        return beyond * self.wire.itemsize
+
+    def _book(self, handed: Handed, traffic: Traffic) -> None:
+        """Book what a kernel has counted: all ranks hand on as much, of which not as much is padding."""
+        messages, sent, received, _ = handed.counts[0, 0].tolist()
+        padding = np.empty(len(self.ring.ids), np.int64)
+        self.ring.lanes(padding)[...] = handed.padding
+        traffic.hops(messages, sent, received, padding)
+
+    # -- in flight
 
     @contextmanager
     def _flight(
-        self, buffer: Array, size: int, collective: str, band: str, unit: str
-    ) -> Iterator[tuple[Array, Array, Hop]]:
-        """The two blocks of a collective, held while it runs, and its hop."""
+        self, buffer: Array, size: int, start: Any, collective: str, band: str, unit: str
+    ) -> Iterator[tuple[Array, Array, Hop, Traffic]]:
+        """The two blocks of a collective, held while it runs, its hop, and where that is counted."""
         if not buffer.flags.c_contiguous:
             raise ValueError(
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
@@ -168,15 +273,15 @@ class Comm:
         chunk = buffer.shape[1] // self.ring.size
         offsets: list[int] = []
         self.blocks.unit = unit
-        with self.ledger.sending(collective, band, unit) as traffic:
+        with self.ledger.sending(collective, band, unit, self.ring.leaves, self.ring.leaving) as traffic:
             block = self.blocks.hold(chunk)
             try:
                 spare = self.blocks.hold(chunk)
                 try:
-                    yield block, spare, self._hop(traffic, offsets)
+                    yield block, spare, self._hop(traffic, offsets), traffic
                 finally:
                     self.blocks.free(spare)
-                    traffic.padding += self._padding(buffer.shape[1], size, offsets)
+                    traffic.padding += self._padding(buffer.shape[1], size, start, offsets)
             finally:
                 self.blocks.free(block)
 
@@ -192,13 +297,15 @@ class Comm:
 
         return hop
 
-    def _padding(self, padded: int, size: int, offsets: Sequence[int]) -> Counts:
-        """What of the chunks r + offset that each rank r here has sent was padding, in bytes on the wire [R]."""
-        if size == padded or not offsets:
-            return np.zeros(len(self.ring.ids), np.int64)
-        chunk = padded // self.ring.size
-        ends = (np.add.outer(self.ring.ids, offsets) % self.ring.size + 1) * chunk
-        beyond: Counts = np.clip(ends - size, 0, chunk).sum(axis=1)
+    def _padding(self, padded: int, size: int, start: Any, offsets: Sequence[int]) -> Counts:
+        """What of the chunks m + offset that each member m here has sent was padding, in bytes on the wire [R]."""
+        beyond: Counts = np.zeros(len(self.ring.ids), np.int64)
+        if not offsets or np.max(start) + padded <= size:
+            return beyond
+        chunk, some = padded // self.ring.size, max(1, _COUNTED // len(beyond))
+        for first in range(0, len(offsets), some):
+            ends = (np.add.outer(self.ring.members, offsets[first : first + some]) % self.ring.size + 1) * chunk
+            beyond += np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk).sum(axis=1)
         return beyond * self.wire.itemsize
 
 

@@ -1,55 +1,62 @@
 """Gradients, from the backward that writes them to the optimizer that reads them.
 
 Owns where backward writes, how what is written twice is added (tied parameters, micro-batches),
-when it is reduced over the ranks, and what is given back then. Must not know layers' arithmetic,
+when and over which rings it is reduced, and what is freed then. Must not know layers' arithmetic,
 nor where parameters come from.
 
 Under accumulation gradients are reduced once, at the end, if every rank keeps them whole in
-between, or each time. The two add in different orders, so they agree only to rounding.
+between, or each time. The two add in different orders, so they agree only to rounding. Over two
+axes that is about the group's ring; the replicas' ring runs once, after the last micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
 
-from zerosim.bands import FP32, Array, Band
+from zerosim.bands import FP32, Array, Band, Place
 from zerosim.buckets import Bucket
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer
 from zerosim.options import Options
 from zerosim.ranks import Ranks
-from zerosim.stages import Stage
-from zerosim.util.casts import convert
+from zerosim.stages import Over, Stage
 
 
 class Gradients:
-    """The gradients of a model's trainable groups over the micro-batches of a step, under one row."""
+    """The gradients of a model's trainable groups over the micro-batches of a step, under one row.
+
+    ``comms`` are the collectives over all ranks, the group's and the replicas'.
+    """
 
     def __init__(
         self,
         row: Stage,
         buckets: Mapping[Group, Bucket],
         layers: Sequence[Layer],
-        comm: Comm,
+        comms: Sequence[Comm],
         ranks: Ranks,
         options: Options,
     ) -> None:
-        self._row, self._buckets, self._comm, self._ranks = row, buckets, comm, ranks
-        self._each = row.grads if options.sync is None else options.sync == "each"
+        self._row, self._buckets, self._ranks = row, buckets, ranks
+        self._all, self._inner, self._outer = comms
+        self._each = bool(row.grads) if options.sync is None else options.sync == "each"
         self._all_reduce = options.all_reduce
-        self._scale = 1 / (comm.ring.size * options.accumulate)
+        first = self._inner if row.two_axes else self._all  # the ring that runs first has the scale of accumulation
+        self._scale = 1 / (first.ring.size * options.accumulate)
         # Backward comes to the layers in reverse, so the first to use a group is the last to write its gradients.
         self._completes = {group: layer for layer in reversed(layers) for group in layer.groups}
-        self._local: dict[Group, Array] = {}  # this rank's own, summed so far, not reduced yet [R, padded]
-        self._again: dict[Group, Array] = {}  # written on top of what is in _local already
-        self._reduced: set[Group] = set()  # whose average over some micro-batches is there already
+        self.begin()
 
     def begin(self) -> None:
         """A step begins: nothing has been written."""
-        self._local, self._again, self._reduced = {}, {}, set()
+        self._local: dict[Group, Array] = {}  # this rank's own, summed so far, not reduced yet [R, padded]
+        self._again: dict[Group, Array] = {}  # written on top of what is in _local already
+        self._partial: dict[Group, Array] = {}  # averaged over the group, not yet over the replicas [R, padded/S]
+        self._reduced: set[Group] = set()  # whose average over some micro-batches is there already
 
     def room(self, layer: Layer) -> Flat:
         """Where the layer's backward writes: an array [R, padded] for each trainable group; padding is zero."""
@@ -59,7 +66,8 @@ class Gradients:
     def _room(self, bucket: Bucket) -> Array:
         group = bucket.group
         kept = bucket.states[Band.GRADS]
-        if group not in self._local and not self._row.grads and group not in self._reduced:
+        usable = not self._row.grads and not self._row.offloads(Band.GRADS)
+        if group not in self._local and usable and (self._row.two_axes or group not in self._reduced):
             full = self._local[group] = kept
         else:
             full = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
@@ -74,42 +82,81 @@ class Gradients:
                 _add(self._local[group], again)
                 self._ranks.free(again)
             if group in self._local and self._completes[group] is layer and (self._each or last):
-                self._reduce(self._buckets[group], self._local.pop(group))
+                self._reduce(self._buckets[group], self._local.pop(group), last=last)
 
-    def _reduce(self, bucket: Bucket, full: Shaped[Array, "R L"]) -> None:
+    def owned(self, bucket: Bucket) -> Shaped[Array, "... n"]:
+        """Of the gradients that are kept, those that this rank's optimizer reads."""
+        kept = bucket.states[Band.GRADS]
+        if self._row.grads is self._row.optimizer:
+            return kept
+        if not self._row.two_axes:
+            return self._all.own(kept)
+        return (self._outer if self._row.grads else self._inner).own(kept)
+
+    def _reduce(self, bucket: Bucket, full: Shaped[Array, "R L"], *, last: bool) -> None:
         """Average over ranks and micro-batches: everywhere, or only where it will be needed."""
-        kept, size = bucket.states[Band.GRADS], bucket.size
-        target = kept if self._row.grads or not self._row.optimizer else self._comm.own(kept)
-        if not self._row.optimizer or self._all_reduce:
-            if self._comm.ring.size > 1:
-                self._comm.all_reduce(full, size, scale=self._scale, band=Band.GRADS, unit=bucket.name)
-            elif self._scale != 1:  # nothing travels; scaled as the ring would, in fp32, and rounded once
+        kept = bucket.states[Band.GRADS]
+        label = {"band": Band.GRADS, "unit": bucket.name}
+        if self._row.two_axes:
+            self._reduce_group(bucket, full, label)
+        elif not self._row.optimizer or self._all_reduce:
+            if self._all.ring.size > 1:
+                self._all.all_reduce(full, bucket.size, scale=self._scale, **label)
+            elif self._scale != 1:  # nothing is sent; scaled as the ring would, in fp32, and rounded once
                 register = np.empty_like(full, FP32)
-                convert(full, register)
+                self._ranks.kernels.convert(full, register)
                 np.multiply(register, np.float32(self._scale), out=register)
-                convert(register, full)
-            average = self._comm.own(full) if self._row.optimizer else full
-            self._keep(bucket.group, target, average, there=full is kept)
+                self._ranks.kernels.convert(register, full)
+            average = self._all.own(full) if self._row.optimizer else full
+            self._keep(bucket, average, there=full is kept)
         elif bucket.group in self._reduced:
-            average = self._ranks.hold(Band.UNREDUCED, (bucket.chunk,), bucket.name)
-            self._scatter(bucket, full, average)
-            self._keep(bucket.group, target, average, there=False)
+            average = self._ranks.hold(Band.UNREDUCED, (bucket.padded // self._all.ring.size,), bucket.name)
+            self._all.reduce_scatter(full, average, bucket.size, scale=self._scale, **label)
+            self._keep(bucket, average, there=False)
             self._ranks.free(average)
         else:
-            self._scatter(bucket, full, target)
+            self._all.reduce_scatter(full, self.owned(bucket), bucket.size, scale=self._scale, **label)
+            self._came_down(bucket)
         self._reduced.add(bucket.group)
         if full is not kept:
             self._ranks.free(full)
+        if self._row.two_axes and last:
+            self._reduce_replicas(bucket, self._partial.pop(bucket.group), label)
 
-    def _scatter(self, bucket: Bucket, full: Shaped[Array, "R L"], out: Shaped[Array, "R C"]) -> None:
-        self._comm.reduce_scatter(full, out, bucket.size, scale=self._scale, band=Band.GRADS, unit=bucket.name)
+    def _reduce_group(self, bucket: Bucket, full: Shaped[Array, "R L"], label: Mapping[str, Any]) -> None:
+        """Average over the group, on top of what earlier micro-batches came to."""
+        partial = self._ranks.hold(Band.PARTIAL, (bucket.padded // self._inner.ring.size,), bucket.name)
+        self._inner.reduce_scatter(full, partial, bucket.size, scale=self._scale, **label)
+        if (before := self._partial.setdefault(bucket.group, partial)) is not partial:
+            _add(before, partial)
+            self._ranks.free(partial)
 
-    def _keep(self, group: Group, target: Shaped[Array, "R n"], average: Shaped[Array, "R n"], *, there: bool) -> None:
+    def _reduce_replicas(self, bucket: Bucket, partial: Shaped[Array, "R G"], label: Mapping[str, Any]) -> None:
+        """Average over the replicas, and round to the dtype in which gradients are kept."""
+        outer, target = self._outer, self.owned(bucket)
+        where = {"start": np.asarray(self._inner.ring.members) * partial.shape[1], "scale": 1 / outer.ring.size}
+        if self._row.optimizer is Over.ALL:
+            outer.reduce_scatter(partial, target, bucket.size, **where, **label)
+        else:
+            outer.all_reduce(partial, bucket.size, **where, **label)
+            self._ranks.kernels.convert(partial.reshape(target.shape), target)
+        self._came_down(bucket)
+        self._ranks.free(partial)
+
+    def _keep(self, bucket: Bucket, average: Shaped[Array, "... n"], *, there: bool) -> None:
         """Put the average of some micro-batches where the optimizer will look, on top of those before it."""
-        if group in self._reduced:
-            _add(target, average)
+        target = self.owned(bucket)
+        if bucket.group in self._reduced:
+            _add(target, average.reshape(target.shape))
         elif not there:
-            convert(average, target)
+            self._ranks.kernels.convert(average.reshape(target.shape), target)
+        self._came_down(bucket)
+
+    def _came_down(self, bucket: Bucket) -> None:
+        """Where the host holds the gradients, what has just been written to them was copied to it."""
+        if self._row.offloads(Band.GRADS):
+            copied = self.owned(bucket).nbytes // len(self._ranks.ids)
+            self._ranks.ledger.copy(Place.HOST, Band.GRADS, copied, bucket.name)
 
 
 def _add(target: Shaped[Array, "R n"], more: Shaped[Array, "R n"]) -> None:

@@ -73,6 +73,18 @@ class Pass(NamedTuple):
     turn: Turn | None = None
 
 
+class MicroBatch(NamedTuple):
+    """Some rows of a step's batch, x [R, B, ...] and y [R, B, ...].
+
+    Where ranks differ, ``rows`` are those that each has, the first of B, and ``weights`` [R] what they weigh.
+    """
+
+    x: Array
+    y: Array
+    rows: Sequence[int] | None = None
+    weights: Any = None
+
+
 @runtime_checkable
 class Layer(Protocol):
     """A function of flat parameters with a backward: a unit that is gathered and reduced as a whole.

@@ -12,7 +12,7 @@ chunk makes the ranks' padding differ.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from zerosim.bands import Place
 
 Counts = npt.NDArray[np.int64]  # [R], one for each rank of this process
 
@@ -31,6 +33,7 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     COMMUNICATION = "communication"
     OPTIMIZER = "optimizer"
+    HOST_OPTIMIZER = "optimizer on the host"
     OTHER = "other"
 
 
@@ -41,16 +44,19 @@ class EventKind(StrEnum):
     FREE = "free"
     SEND = "send"
     COMPUTE = "compute"
+    COPY = "copy"  # over the host link, named for the place that it goes to
+    HOST_HOLD = "host hold"
+    HOST_FREE = "host free"
 
 
 class Event(NamedTuple):
     """One entry of the log that the timeline is drawn from; bytes are per rank."""
 
     kind: EventKind
-    name: str  # the band held or freed, the collective sent, or the phase computed
+    name: str  # the band held or freed, the collective sent, the phase computed, or the place copied to
     unit: str  # whose it is: a layer's name
     nbytes: int
-    held: int  # bytes that a rank holds after it
+    held: int  # bytes that a rank holds on its card after it
     seconds: float  # since the step began
     phase: Phase  # what the step was busy with
     amount: int = 0  # messages of a SEND, FLOPs of a COMPUTE; per rank
@@ -70,12 +76,15 @@ class Traffic:
     """What one collective moved for one band: bytes per rank, and messages per rank.
 
     A block in flight has a row for every rank here, all equally large, so what one rank
-    hands on each of them does; what of it is padding differs.
+    hands on each of them does. What differs is how much of it is padding, and who hands it
+    to a rank of another node.
     """
 
     def __init__(self, rows: int) -> None:
         self._rows, self._sent, self._received = rows, 0, 0
         self.padding: Counts = np.zeros(rows, np.int64)  # the part of sent that is padding
+        self.outside: Counts = np.zeros(rows, np.int64)  # the part of sent that left the rank's node
+        self.node_outside = 0  # bytes that left each node, by all of its ranks
         self.messages = 0
 
     @property
@@ -101,24 +110,39 @@ class Traffic:
         if padding is not None:
             self.padding += padding
 
+    def hops(self, messages: int, sent: int, received: int, padding: Counts) -> None:
+        """Hops that were counted as they were made: so many for every rank, and the bytes of all of them."""
+        self.messages += messages
+        self._sent += sent
+        self._received += received
+        self.padding += padding
+
 
 @dataclass
 class Report:
     """What one step held, sent, computed and took. Bytes and FLOPs are integers, per rank.
 
     ``peak`` counts everything; ``peak_without_activations`` leaves out what does not scale
-    with the parameters. ``traffic`` is keyed by (collective, band). ``complete`` is False
+    with the parameters. ``traffic`` is keyed by (collective, band), ``copies`` over the host link by
+    (place that they went to, band). ``host`` and ``host_peak`` are the host's memory. ``complete`` is False
     for a step that ended early, by an out-of-memory error say; its numbers stand up to there.
     """
 
     step: int
     loss: float = float("nan")
+    mean_of_means: float = float("nan")  # of the ranks' losses, which is another number where they are uneven
+    norm: float | None = None
+    scale: float = 1.0
+    skipped: bool = False
     complete: bool = False
     resident: dict[str, int] = field(default_factory=dict)
     padding: list[int] = field(default_factory=list)
     peak: Peak = field(default_factory=Peak)
     peak_without_activations: Peak = field(default_factory=Peak)
+    host: dict[str, int] = field(default_factory=dict)  # at rest
+    host_peak: Peak = field(default_factory=Peak)
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    copies: dict[tuple[str, str], int] = field(default_factory=dict)
     flops: dict[Phase, int] = field(default_factory=dict)
     seconds: dict[Phase, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -140,6 +164,11 @@ def _total(parts: Iterable[Counts]) -> list[int]:
     return [int(sum(column)) for column in zip(*(part.tolist() for part in parts), strict=True)]
 
 
+def _some(held: dict[str, int]) -> dict[str, int]:
+    """What there is something of."""
+    return {band: nbytes for band, nbytes in held.items() if nbytes}
+
+
 class Ledger:
     """Counts for the ranks of one process.
 
@@ -150,8 +179,9 @@ class Ledger:
     def __init__(self, rows: int, apart: Iterable[str] = (), clock: Callable[[], float] = time.perf_counter) -> None:
         self.rows = rows
         self.apart = frozenset(apart)
-        self.held: dict[str, int] = {}
+        self.held: dict[str, int] = {}  # on the card
         self.total = 0
+        self.host: dict[str, int] = {}
         self.reports: list[Report] = []
         self.phase = Phase.OTHER
         self._clock = clock
@@ -164,8 +194,11 @@ class Ledger:
 
     # -- memory, called by hold and free alone
 
-    def hold(self, band: str, nbytes: int, unit: str) -> None:
+    def hold(self, band: str, nbytes: int, unit: str, place: Place = Place.CARD) -> None:
         """Every rank here holds ``nbytes`` more of ``band``, for ``unit``."""
+        if place is Place.HOST:
+            self._move_host(EventKind.HOST_HOLD, band, nbytes, unit)
+            return
         self._move(EventKind.HOLD, band, nbytes, unit)
         report = self._open
         if self.total > report.peak.total:
@@ -173,9 +206,24 @@ class Ledger:
         if self._without > report.peak_without_activations.total:
             report.peak_without_activations = self._instant(unit, self.apart)
 
-    def free(self, band: str, nbytes: int, unit: str) -> None:
+    def free(self, band: str, nbytes: int, unit: str, place: Place = Place.CARD) -> None:
         """Every rank here holds ``nbytes`` less of ``band``."""
-        self._move(EventKind.FREE, band, -nbytes, unit)
+        if place is Place.HOST:
+            self._move_host(EventKind.HOST_FREE, band, -nbytes, unit)
+        else:
+            self._move(EventKind.FREE, band, -nbytes, unit)
+
+    def copy(self, to: Place, band: str, nbytes: int, unit: str) -> None:
+        """Each rank has just copied ``nbytes`` of ``band`` over its host link."""
+        self._open.copies[to, band] = self._open.copies.get((to, band), 0) + nbytes
+        self._log(EventKind.COPY, to, unit, nbytes)
+
+    def _move_host(self, kind: EventKind, band: str, change: int, unit: str) -> None:
+        self.host[band] = self.host.get(band, 0) + change
+        self._log(kind, band, unit, abs(change))
+        bands = _some(self.host)
+        if (total := sum(bands.values())) > self._open.host_peak.total:
+            self._open.host_peak = Peak(total, bands, unit, self.phase)
 
     def _move(self, kind: EventKind, band: str, change: int, unit: str) -> None:
         self.held[band] = self.held.get(band, 0) + change
@@ -185,14 +233,19 @@ class Ledger:
         self._log(kind, band, unit, abs(change))
 
     def _instant(self, unit: str, leave_out: frozenset[str] = frozenset()) -> Peak:
-        bands = {band: nbytes for band, nbytes in self.held.items() if nbytes and band not in leave_out}
+        bands = {band: nbytes for band, nbytes in _some(self.held).items() if band not in leave_out}
         return Peak(sum(bands.values()), bands, unit, self.phase)
 
     # -- traffic, counted inside the ring's hop
 
     @contextmanager
-    def sending(self, collective: str, band: str, unit: str) -> Iterator[Traffic]:
-        """The counter of one collective; its hops count into it, and the log gets one entry for all of them."""
+    def sending(
+        self, collective: str, band: str, unit: str, leaves: Sequence[int] | Counts = (0,), leaving: int = 0
+    ) -> Iterator[Traffic]:
+        """The counter of one collective; its hops count into it, and the log gets one entry for all of them.
+
+        ``leaves`` is 1 for each rank here whose messages leave its node, and ``leaving`` how many of a node's do.
+        """
         key = (collective, band)
         traffic = self._open.traffic.get(key)
         if traffic is None:
@@ -201,6 +254,8 @@ class Ledger:
         with self.during(Phase.COMMUNICATION):
             yield traffic
             sent = traffic.sent_each - sent
+            traffic.outside += sent * np.asarray(leaves, np.int64)
+            traffic.node_outside += sent * leaving
             self._log(EventKind.SEND, collective, unit, sent, traffic.messages - messages)
 
     # -- work and time
@@ -243,6 +298,7 @@ class Ledger:
         self._close()
         self._open = report = Report(step=len(self.reports) + 1)
         report.peak, report.peak_without_activations = self._instant(""), self._instant("", self.apart)
+        report.host_peak = Peak(sum(self.host.values()), _some(self.host))
         self._started = self._since = self._clock()
         self.reports.append(report)
         try:
@@ -250,7 +306,7 @@ class Ledger:
             report.complete = True
         finally:
             self._switch(Phase.OTHER)
-            report.resident = {band: nbytes for band, nbytes in self.held.items() if nbytes}
+            report.resident, report.host = _some(self.held), _some(self.host)
 
     def _close(self) -> None:
         """Fold the open report into the totals since the beginning."""

@@ -19,7 +19,6 @@ from zerosim.bands import FP32, Array
 from zerosim.layers import Chain, Group, Pass
 from zerosim.ranks import Workspace
 from zerosim.util.arguments import check_batch
-from zerosim.util.casts import convert
 
 _REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
 
@@ -38,15 +37,16 @@ class Linear:
         return np.concatenate([weight.reshape(-1), np.zeros(self.fan_out)]).astype(np.float32)
 
     def forward(self, x: Float[Array, "R B I"], given: Pass) -> tuple[Float[Array, "R B O"], Any]:
-        params, y = given.params, given.work.hold(x.shape[1], self.fan_out)
-        done = 0
-        for some, register in self._registers(params):
-            weight, bias = self._split(_as_fp32(params[some, : self.size], register))
-            done += _multiply(x[some], weight, y[some])
-            np.add(y[some], bias[:, None, :], out=y[some])
+        params, work, y = given.params, given.work, given.work.hold(x.shape[1], self.fan_out)
+        most = 0
+        for some, rows, register in self._registers(work.rows, params):
+            weight, bias = self._split(_as_fp32(params[some, : self.size], register, work))
+            done = _multiply(x[some, rows], weight, y[some, rows])
+            np.add(y[some, rows], bias[:, None, :], out=y[some, rows])
+            most = max(most, done // len(weight))
         if self.relu:
             np.maximum(y, 0, out=y)
-        given.work.flops(done // len(x))
+        work.flops(most)
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Float[Array, "R B O"], given: Pass) -> Float[Array, "R B I"] | None:
@@ -55,20 +55,21 @@ class Linear:
             np.multiply(dy, y > 0, out=dy)
         work.free(y)
         dx = work.hold(x.shape[1], self.fan_in) if need_dx else None
-        done = 0
-        for some, register in self._registers(params, grads):
+        most = 0
+        for some, rows, register in self._registers(work.rows, params, grads):
             target = grads[some, : self.size]
             grad = target if target.dtype == FP32 else register
             weight, bias = self._split(grad)
-            done += _multiply(x[some].swapaxes(1, 2), dy[some], weight)
-            np.add.reduce(dy[some], axis=1, out=bias)
+            done = _multiply(x[some, rows].swapaxes(1, 2), dy[some, rows], weight)
+            np.add.reduce(dy[some, rows], axis=1, out=bias)
             if grad is register:
-                convert(grad, target)
+                work.kernels.convert(grad, target)
             if dx is not None:
-                weight, _ = self._split(_as_fp32(params[some, : self.size], register))
-                done += _multiply(dy[some], weight.swapaxes(1, 2), dx[some])
+                weight, _ = self._split(_as_fp32(params[some, : self.size], register, work))
+                done += _multiply(dy[some, rows], weight.swapaxes(1, 2), dx[some, rows])
+            most = max(most, done // len(weight))
         work.free(dy)
-        work.flops(done // len(x))
+        work.flops(most)
         return dx
 
     def _split(self, flat: Array) -> tuple[Array, Array]:
@@ -76,20 +77,26 @@ class Linear:
         cut = self.fan_in * self.fan_out
         return np.reshape(flat[:, :cut], (-1, self.fan_in, self.fan_out), copy=False), flat[:, cut : self.size]
 
-    def _registers(self, params: Array, *more: Array) -> Iterator[tuple[slice, Array]]:
+    def _registers(
+        self, rows: Sequence[int] | None, params: Array, *more: Array
+    ) -> Iterator[tuple[slice, slice, Array]]:
         """Go through the copies a few at a time, with an fp32 scratch [some, P] that stays in the cache.
 
-        Where everything is fp32 already there is no need of one, nor to take it apart.
+        Where everything is fp32 already there is no need of one, nor to take it apart. Where ranks have
+        different ``rows`` of the batch, each copy comes alone, with its own.
         """
         copies = len(params)
-        if all(flat.dtype == FP32 for flat in (params, *more)):
-            yield slice(0, copies), params
+        plain = all(flat.dtype == FP32 for flat in (params, *more))
+        some = copies if plain else min(copies, max(1, _REGISTER_BYTES // (4 * self.size)))
+        scratch = params if plain else np.empty_like(params, FP32, shape=(some, self.size))
+        if rows is not None:
+            for copy, count in enumerate(rows):
+                here = slice(copy, copy + 1)
+                yield here, slice(count), params[here] if plain else scratch[:1]
             return
-        some = min(copies, max(1, _REGISTER_BYTES // (4 * self.size)))
-        scratch = np.empty_like(params, FP32, shape=(some, self.size))
         for start in range(0, copies, some):
             stop = min(start + some, copies)
-            yield slice(start, stop), scratch[: stop - start]
+            yield slice(start, stop), slice(None), scratch[: stop - start]
 
 
 def _multiply(a: Array, b: Array, out: Array) -> int:
@@ -100,10 +107,10 @@ def _multiply(a: Array, b: Array, out: Array) -> int:
     return 2 * int(out.size) * int(a.shape[-1])
 
 
-def _as_fp32(values: Array, register: Array) -> Array:
+def _as_fp32(values: Array, register: Array, work: Workspace) -> Array:
     if values.dtype == FP32:
         return values
-    convert(values, register)
+    work.kernels.convert(values, register)
     return register
 
 
@@ -160,6 +167,14 @@ class MLP(Chain):
         dy = work.hold(*y.shape[1:])
         np.subtract(y, target, out=dy)
         work.free(target)
-        losses = np.square(dy).mean(axis=(1, 2), dtype=np.float64)
-        np.multiply(dy, np.float32(2 / (dy.shape[1] * dy.shape[2])), out=dy)
+        if work.rows is None:
+            losses = np.square(dy).mean(axis=(1, 2), dtype=np.float64)
+            np.multiply(dy, np.float32(2 / (dy.shape[1] * dy.shape[2])), out=dy)
+            return losses, dy
+        losses = np.zeros(len(dy))
+        for rank, count in enumerate(work.rows):
+            mine, dy[rank, count:] = dy[rank, :count], 0
+            if count:
+                losses[rank] = np.square(mine).mean(dtype=np.float64)
+                np.multiply(mine, np.float32(2 / mine.size), out=mine)
         return losses, dy

@@ -6,18 +6,62 @@ whether its neighbours are there or not. That is why sharding the optimizer is f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import cos, inf, pi
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Float32
 
 from zerosim.bands import Array, Band
+from zerosim.kernels import NUMPY, Kernels
+from zerosim.util.arguments import one_of
 from zerosim.util.casts import convert
 
 _BLOCK = 32_768  # elements that go through all thirteen operations while they are in the cache
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters with a rate or a weight decay of their own: those of the layers whose name ``match`` is found in."""
+
+    match: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A factor of the learning rate over the steps: ``warmup`` of them from 0 up to 1, and then down to ``floor``.
+
+    ``kind`` is ``"constant"``, ``"linear"`` or ``"cosine"``, which end after ``total`` steps: the factors that
+    torch.optim.lr_scheduler.LambdaLR is given for these in general. ``counts`` says of what: ``"updates"`` that
+    were applied, or ``"steps"``, skipped ones too, as a scheduler that is called each time does.
+    """
+
+    warmup: int = 0
+    total: int | None = None
+    kind: str = "constant"
+    floor: float = 0.0
+    counts: str = "updates"
+
+    def __post_init__(self) -> None:
+        one_of("Schedule", "kind", self.kind, ("constant", "linear", "cosine"))
+        one_of("Schedule", "counts", self.counts, ("updates", "steps"))
+        if self.kind != "constant" and (self.total is None or self.total <= self.warmup):
+            raise ValueError(f"Schedule(total): a {self.kind} schedule ends after its warm-up; got {self.total!r}.")
+
+    def factor(self, done: int) -> float:
+        """What the rate is multiplied by after so many steps."""
+        if done < self.warmup:
+            return done / self.warmup
+        if self.kind == "constant" or self.total is None:
+            return 1.0
+        progress = min(1.0, (done - self.warmup) / (self.total - self.warmup))
+        falling = 1 - progress if self.kind == "linear" else 0.5 * (1 + cos(pi * progress))
+        return self.floor + (1 - self.floor) * falling
 
 
 @dataclass(frozen=True)
@@ -33,6 +77,9 @@ class Adam:
     lr: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    weight_decay: float = 0.0
+    groups: tuple[ParamGroup, ...] = ()
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
@@ -43,23 +90,53 @@ class Adam:
         if len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
             raise ValueError(f"Adam(betas): a pair of numbers in [0, 1) is needed; got {self.betas!r}.")
 
+    def rates(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
+        """The rate and the weight decay of each parameter of a layer: what has one dimension does not decay."""
+        own = next((group for group in self.groups if re.search(group.match, name)), ParamGroup(""))
+        lr = self.lr if own.lr is None else own.lr
+        decay = self.weight_decay if own.weight_decay is None else own.weight_decay
+        return [(lr, decay if len(shape) > 1 else 0.0) for shape in shapes]
+
     def update(
         self,
-        params: Float32[Array, "R n"],
-        grads: Float[Array, "R n"],
-        exp_avg: Float32[Array, "R n"],
-        exp_avg_sq: Float32[Array, "R n"],
+        params: Float32[Array, "... n"],
+        grads: Float[Array, "... n"],
+        exp_avg: Float32[Array, "... n"],
+        exp_avg_sq: Float32[Array, "... n"],
         step: int,
         flops: Callable[[int], None],
+        lr: float | None = None,
+        weight_decay: float = 0.0,
+        kernels: Kernels = NUMPY,
     ) -> None:
         """Update ``params`` and both moments [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
 
-        ``step`` counts from 1. ``flops`` is told the operations done per row. The
-        temporaries are registers: they live for one block and are not held.
+        ``step`` counts from 1. ``flops`` is told the operations done per row. The temporaries are registers: they
+        live for one block and are not held. ``lr`` takes the place of the optimizer's; ``weight_decay`` is
+        decoupled, as AdamW has it (Loshchilov and Hutter, arXiv 1711.05101). ``kernels`` may have the same
+        operations in one pass.
         """
         beta1, beta2 = self.betas
-        step_size = self.lr / (1 - beta1**step)
+        lr = self.lr if lr is None else lr
+        step_size = lr / (1 - beta1**step)
+        if weight_decay:
+            np.multiply(params, 1 - lr * weight_decay, out=params)
+            flops(params.shape[-1])
         root_correction = (1 - beta2**step) ** 0.5
+        if kernels.adam is not None:
+            operations = kernels.adam(
+                params, grads, exp_avg, exp_avg_sq,
+                betas=self.betas, eps=self.eps, step_size=step_size, root_correction=root_correction,
+            )  # fmt: skip
+            if operations is not None:
+                flops(operations * params.shape[-1])
+                return
+        if params.ndim > 2:  # pieces of a buffer that rows have in groups
+            each: list[int] = []
+            for piece in zip(params, grads, exp_avg, exp_avg_sq, strict=True):
+                self.update(*piece, step=step, flops=each.append, lr=lr)
+            flops(sum(each) // len(each))
+            return
         rows, length = params.shape
         block = _BLOCK if isinstance(params, np.ndarray) else max(length, 1)  # a shape has no cache to stay in
         some, width = max(1, block // max(length, 1)), min(length, block)
@@ -72,7 +149,7 @@ class Adam:
                 p, m, v = params[part], exp_avg[part], exp_avg_sq[part]
                 grad, tmp = g[: p.shape[0], : p.shape[1]], t[: p.shape[0], : p.shape[1]]
                 convert(grads[part], grad)
-                operations: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
+                steps: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
                     (np.subtract, grad, m, tmp),  # m += (1 - beta1) * (g - m)
                     (np.multiply, tmp, 1 - beta1, tmp),
                     (np.add, m, tmp, m),
@@ -87,10 +164,17 @@ class Adam:
                     (np.divide, grad, tmp, grad),
                     (np.add, p, grad, p),
                 )
-                for operation, a, b, out in operations:
+                for operation, a, b, out in steps:
                     operation(a, out=out) if b is None else operation(a, b, out=out)
-                done += len(operations) * p.shape[0] * p.shape[1]
+                done += len(steps) * p.shape[0] * p.shape[1]
         flops(done // rows)
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay, on what has two or more dimensions."""
+
+    weight_decay: float = 1e-2
 
 
 @dataclass(frozen=True)
@@ -111,32 +195,45 @@ class SGD:
             raise ValueError(f"SGD(momentum): a number in [0, 1) is needed; got {self.momentum!r}.")
 
     @property
+    def schedule(self) -> None:
+        """None: its rate stays as it is."""
+        return None
+
+    def rates(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
+        """The rate, for each parameter of a layer, and no weight decay."""
+        return [(self.lr, 0.0)] * len(shapes)
+
+    @property
     def states(self) -> tuple[Band, ...]:
         """The bands that it keeps: the momentum, if there is any."""
         return (Band.MOMENTUM,) if self.momentum else ()
 
     def update(
         self,
-        params: Float32[Array, "R n"],
-        grads: Float[Array, "R n"],
-        momentum: Float32[Array, "R n"] | None = None,
+        params: Float32[Array, "... n"],
+        grads: Float[Array, "... n"],
+        momentum: Float32[Array, "... n"] | None = None,
         *,
         step: int,
         flops: Callable[[int], None],
+        lr: float | None = None,
+        weight_decay: float = 0.0,
+        kernels: Kernels = NUMPY,
     ) -> None:
         """Update ``params`` and ``momentum`` [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
 
         ``step`` is not used. ``flops`` is told the operations done per row. The temporary is a register.
         """
+        lr = self.lr if lr is None else lr
         descent = np.empty_like(params)
-        convert(grads, descent)
+        kernels.convert(grads, descent)
         operations = 2
         if momentum is not None:
             np.multiply(momentum, self.momentum, out=momentum)
             np.add(momentum, descent, out=momentum)
-            np.multiply(momentum, self.lr, out=descent)
+            np.multiply(momentum, lr, out=descent)
             operations += 2
         else:
-            np.multiply(descent, self.lr, out=descent)
+            np.multiply(descent, lr, out=descent)
         np.subtract(params, descent, out=params)
-        flops(operations * params.shape[1])
+        flops(operations * params.shape[-1])

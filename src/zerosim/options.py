@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any, Literal, TypeVar, get_args
 
 from zerosim.bands import PRECISIONS, WIRES, Band, Precision
+from zerosim.kernels import Choice
 from zerosim.optimizer import SGD, Adam
 from zerosim.util.arguments import instance_of, integer, one_of
 
@@ -21,6 +23,31 @@ Padding = Literal["N", "each", "2N", "rows"]
 Sync = Literal["each", "end"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A loss scale and how it changes: torch.amp.GradScaler's rules and defaults.
+
+    ``init`` is the first scale. Where it is ``dynamic``, a step whose gradients are not finite is skipped and
+    multiplies it by ``backoff``, though not below ``least``; ``interval`` steps without one multiply it by
+    ``growth``. So many overflows are tolerated before the first backs off as ``hysteresis`` says (DeepSpeed's;
+    1 is torch's). ValueError for what cannot be.
+    """
+
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    least: float = 0.0
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        if not (0 < self.init < inf and self.growth > 1 > self.backoff > 0 and self.least >= 0):
+            raise ValueError(f"LossScale: init and growth must be above 0 and 1, backoff between them; got {self}.")
+        for name in ("interval", "hysteresis"):
+            integer("LossScale", name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +69,15 @@ class Options:
     * ``all_reduce``: gradients are all-reduced where they could be reduce-scattered.
     * ``checkpoint``: a layer keeps only its input and runs forward again in its backward.
     * ``optimizer``: an ``Adam`` or ``SGD``.
-    * ``capacity``: bytes of memory of one rank's card; ``OutOfMemory`` is raised by the hold that would pass it.
+    * ``capacity``: bytes of memory of one rank's card, ``host_capacity`` of what the host has for it;
+      ``OutOfMemory`` is raised by the hold that would pass it.
+    * ``uneven``: ranks and micro-batches may have different numbers of rows.
+    * ``clip``: the largest norm of all gradients together, ``norm_type`` 2 or inf, by torch's rule.
+    * ``loss_scale``: the loss is scaled by so much, or by a ``LossScale`` that changes.
+    * ``kernels``: ``"numba"`` computes with compiled kernels, ``"numpy"`` without, ``"auto"`` as the environment's
+      ``ZEROSIM_KERNELS`` says, or else with them where numba is installed. The bits are the same.
+    * ``threads``: how many of them the compiled kernels use. The bits are the same.
+    * ``node``: so many ranks are a group. Rows with groups shard within it; every row counts what leaves it.
 
     ValueError or TypeError, in the words of the call, for what is unknown or does not go together.
 
@@ -66,21 +101,37 @@ class Options:
     checkpoint: bool = False
     optimizer: Adam | SGD = field(default_factory=Adam)
     capacity: int | None = None
+    host_capacity: int | None = None
+    node: int | None = None
+    uneven: bool = False
+    clip: float | None = None
+    norm_type: float = 2.0
+    loss_scale: float | LossScale | None = None
+    kernels: Choice = "auto"
+    threads: int = 1
 
     def __post_init__(self) -> None:
         one_of("Scheme", "precision", self.precision, PRECISIONS)
         one_of("Scheme", "wire", self.wire, WIRES)
         one_of("Scheme", "gather", self.gather, get_args(Gather))
         one_of("Scheme", "padding", self.padding, get_args(Padding))
+        one_of("Scheme", "kernels", self.kernels, get_args(Choice))
         if isinstance(self.bucket, str):
             one_of("Scheme", "bucket", self.bucket, get_args(Gather))
-        for name in ("all_reduce", "checkpoint"):
+        for name in ("all_reduce", "checkpoint", "uneven"):
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
-        for name, least in (("bucket", 1), ("prefetch", 0), ("accumulate", 1), ("capacity", 1)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, integer("Scheme", name, value, least))
+        needed = [] if isinstance(self.bucket, str) else [("bucket", 1)]
+        needed += [("prefetch", 0), ("accumulate", 1), ("threads", 1)]
+        needed += [(name, 1) for name in ("capacity", "host_capacity", "node") if getattr(self, name) is not None]
+        for name, least in needed:
+            object.__setattr__(self, name, integer("Scheme", name, getattr(self, name), least))
+        if self.clip is not None and not 0 < self.clip < inf:
+            raise ValueError(f"Scheme(clip): the largest norm is a positive, finite number; got {self.clip!r}.")
+        if self.norm_type not in (2, inf):
+            raise ValueError(f"Scheme(norm_type): 2 or inf; got {self.norm_type!r}.")
+        if isinstance(self.loss_scale, int | float):
+            object.__setattr__(self, "loss_scale", LossScale(float(self.loss_scale), dynamic=False))
         if self.sync is not None:
             one_of("Scheme", "sync", self.sync, get_args(Sync))
         if self.wire_params is not None:

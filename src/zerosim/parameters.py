@@ -1,79 +1,161 @@
 """A layer's full parameters while it computes, and where they come from if they are sharded.
 
-Owns what is gathered, how far ahead, and when it is released. Must not know what a layer
-computes, nor gradients.
+Owns what is gathered, over which ring, how far ahead, and how long it stays. Must not know what a
+layer computes, nor gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from zerosim.bands import Array, Band
+import numpy as np
+
+from zerosim.bands import Array, Band, Place
 from zerosim.buckets import Bucket
+from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer, Role
+from zerosim.options import Options
 from zerosim.ranks import Ranks
+from zerosim.stages import Over, Stage
+from zerosim.util.casts import convert
 
 
 class Parameters:
-    """The parameters of a model's groups: there already or, if ``sharded``, gathered by ``gather(bucket, full)``.
+    """The parameters of a model's groups under one row: there already or, if they are sharded, gathered for use.
 
-    ``ahead`` is how many further layers are gathered before one computes; ``at_once`` gathers
-    the whole model instead, as a toy would.
+    ``comms`` are the collectives over all ranks, the group's and the replicas'.
     """
 
     def __init__(
         self,
+        row: Stage,
         buckets: Mapping[Group, Bucket],
+        layers: Sequence[Layer],
+        comms: Sequence[Comm],
         ranks: Ranks,
-        gather: Callable[[Bucket, Array], None],
-        *,
-        sharded: bool,
-        ahead: int,
-        at_once: bool,
+        options: Options,
     ) -> None:
-        self._buckets, self._ranks, self._gather = buckets, ranks, gather
-        self._sharded, self._ahead, self._at_once = sharded, ahead, at_once
+        self._row, self._buckets, self._ranks = row, buckets, ranks
+        self._all, self._inner, self._outer = comms
+        self._ahead, self._at_once = options.prefetch, options.gather == "model"
+        self._first = {group: layer for layer in reversed(layers) for group in layer.groups}  # to use a group
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is gathered; after an error others have freed what was."""
         self._full: dict[Group, Array] = {}
+        self._second: dict[Group, Array] = {}  # shards of a second copy, from forward to backward [R, padded/S]
+        self._staging: dict[Group, Array] = {}  # shards that the replicas put together after the update
 
     @contextmanager
-    def for_pass(self, layers: Sequence[Layer]) -> Iterator[None]:
-        """Around a forward or a backward pass: where everything is gathered at once, it is here, and released after."""
+    def for_pass(self, layers: Sequence[Layer], *, backward: bool) -> Iterator[None]:
+        """Around a pass over ``layers``: where everything is gathered at once, it is here, and released after."""
+        self._backward = backward
         if self._at_once:
             self._fetch(layers)
         yield
-        self._release(list(self._full))
+        if backward or self._row.reshard_after_forward:
+            self._release(list(self._full), list(self._second) if backward else ())
 
     @contextmanager
     def of(self, layers: Sequence[Layer], index: int) -> Iterator[Flat]:
         """The full parameters of ``layers[index]`` for as long as the block lasts; ``layers`` are in order of use."""
-        coming = layers[index + 1 : index + 1 + self._ahead]
-        self._fetch([layers[index], *coming])
-        flats = [self._flat(group) for group in layers[index].groups]
+        layer, coming = layers[index], layers[index + 1 : index + 1 + self._ahead]
+        self._fetch([layer, *coming])
+        flats = [self._flat(group) for group in layer.groups]
         yield flats[0] if len(flats) == 1 else flats
-        if not self._at_once:
-            soon = {group for layer in coming for group in layer.groups}
-            self._release([group for group in layers[index].groups if group not in soon])
+        if self._at_once:
+            return
+        soon = {group for each in coming for group in each.groups}
+        done = [group for group in layer.groups if self._backward and self._first[group] is layer]
+        if self._row.reshard_after_forward:
+            self._release([group for group in layer.groups if group not in soon], done)
+        else:
+            self._release(done, ())
 
-    def forget(self) -> None:
-        """After an error: what was gathered has been given back by others."""
-        self._full = {}
+    def update(self, bucket: Bucket) -> None:
+        """After the optimizer's update: give what it owns to those who hold more of the parameters than that."""
+        row, params = self._row, bucket.states[Band.PARAMS]
+        if row.params is row.optimizer:
+            return
+        if not row.two_axes:
+            self._gather(self._all, bucket, params)
+        elif row.optimizer is Over.GROUP:
+            self._gather(self._inner, bucket, params)
+        elif row.params:
+            self._gather_replicas(bucket, params)
+        else:
+            shard = self._staging.pop(bucket.group)
+            self._gather_replicas(bucket, shard)
+            self._gather(self._inner, bucket, params, shard)
+            self._ranks.free(shard)
+
+    def owned(self, bucket: Bucket) -> Array:
+        """Of the parameters that are kept, those that this rank's optimizer updates [..., n]."""
+        row, params = self._row, bucket.states[Band.PARAMS]
+        if row.params is row.optimizer:
+            return params
+        if not row.two_axes:
+            return self._all.own(params)
+        if row.optimizer is Over.GROUP:
+            return self._inner.own(params)
+        if row.params:
+            return self._outer.own(params)
+        # Whole, and updated in pieces of pieces: put together from the replicas first, to be gathered by the group.
+        shard = self._ranks.hold(Band.GATHERED, (bucket.padded // self._inner.ring.size,), bucket.name)
+        np.copyto(shard.reshape((own := self._inner.own(params)).shape), own)
+        self._staging[bucket.group] = shard
+        return self._outer.own(shard)
 
     def _flat(self, group: Group) -> Array:
         if group.role is Role.BUFFER:
             return self._buckets[group].states[Band.BUFFERS]
-        return self._full[group] if self._sharded else self._buckets[group].states[Band.PARAMS]
+        return self._full[group] if self._row.params else self._buckets[group].states[Band.PARAMS]
 
     def _fetch(self, layers: Sequence[Layer]) -> None:
-        if not self._sharded:
+        if not self._row.params:
             return
         for group in (group for layer in layers for group in layer.groups):
             if group.role is not Role.BUFFER and group not in self._full:
                 bucket = self._buckets[group]
                 self._full[group] = full = self._ranks.hold(Band.GATHERED, (bucket.padded,), bucket.name)
-                self._gather(bucket, full)
+                if group in self._second:
+                    self._gather(self._inner, bucket, full, self._second[group])
+                else:
+                    self._gather_shards(bucket, full)
 
-    def _release(self, groups: Sequence[Group]) -> None:
+    def _gather_shards(self, bucket: Bucket, full: Array) -> None:
+        """Gather what the ranks hold; a shard on the host is first copied to the card."""
+        own, comm = bucket.states[Band.PARAMS], self._all if self._row.params is Over.ALL else self._inner
+        if not self._row.offloads(Band.PARAMS):
+            self._gather(comm, bucket, full, own)
+            return
+        here = self._ranks.hold(Band.GATHERED, own.shape[1:], bucket.name)
+        convert(own, here)
+        self._ranks.ledger.copy(Place.CARD, Band.PARAMS, here.nbytes // len(here), bucket.name)
+        self._gather(comm, bucket, full, here)
+        self._ranks.free(here)
+
+    def _gather(self, comm: Comm, bucket: Bucket, full: Array, own: Array | None = None) -> None:
+        comm.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name)
+
+    def _gather_replicas(self, bucket: Bucket, shard: Array) -> None:
+        start = np.asarray(self._inner.ring.members) * shard.shape[1]
+        self._outer.all_gather(shard, bucket.size, band=Band.PARAMS, unit=bucket.name, start=start)
+
+    def _release(self, groups: Sequence[Group], done: Sequence[Group]) -> None:
+        """Free what is gathered of ``groups``; ``done`` are those that this step's backward no longer needs."""
         for group in groups:
-            if group in self._full:
-                self._ranks.free(self._full.pop(group))
+            if (full := self._full.pop(group, None)) is None:
+                continue
+            if self._row.reshard_after_forward == "group" and not self._backward and group not in self._second:
+                own = self._inner.own(full)
+                self._second[group] = second = self._ranks.hold(
+                    Band.SECONDARY, own.shape[-1:], self._buckets[group].name
+                )
+                np.copyto(second.reshape(own.shape), own)
+            self._ranks.free(full)
+        for group in done:
+            if group in self._second:
+                self._ranks.free(self._second.pop(group))

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from math import prod
 from typing import overload
 
-from zerosim.bands import Array, Band, DType
+from zerosim.bands import Array, Band, DType, Place
+from zerosim.kernels import NUMPY, Kernels
 from zerosim.ledger import Ledger
 
 ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
@@ -24,19 +26,23 @@ class OutOfMemory(MemoryError):
     """A hold would have passed the card's capacity. Nothing was allocated; the ledger stands as it was.
 
     Attributes: ``rank``, ``band``, ``unit`` (the layer), ``asked`` bytes, ``held`` bytes by
-    band, ``capacity`` bytes, and ``ledger``, the run's record up to here.
+    band, ``capacity`` bytes, the ``place`` that was full, and ``ledger``, the run's record up to here.
     """
 
-    def __init__(self, rank: int, band: Band, unit: str, asked: int, capacity: int, ledger: Ledger) -> None:
-        self.rank, self.band, self.unit = rank, band, unit
+    def __init__(
+        self, rank: int, band: Band, unit: str, asked: int, capacity: int, ledger: Ledger, place: Place = Place.CARD
+    ) -> None:
+        self.rank, self.band, self.unit, self.place = rank, band, unit, place
         self.asked, self.capacity, self.ledger = asked, capacity, ledger
-        self.held = {name: nbytes for name, nbytes in ledger.held.items() if nbytes}
+        there = ledger.held if place is Place.CARD else ledger.host
+        self.held = {name: nbytes for name, nbytes in there.items() if nbytes}
+        total, where = sum(self.held.values()), "the card" if place is Place.CARD else "its part of the host"
         held = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.held.items()) or "nothing"
+        advice = "a higher stage or a larger card" if place is Place.CARD else "or offload less"
         super().__init__(
             f"Out of memory on rank {rank} (every rank here holds the same): tried to hold {asked:,} B of "
-            f"{band}{f' for {unit}' if unit else ''}; the card has {capacity:,} B, of which {ledger.total:,} B "
-            f"are held ({held}) and {capacity - ledger.total:,} B free. Use more ranks, a higher stage or a "
-            f"larger card."
+            f"{band}{f' for {unit}' if unit else ''}; {where} has {capacity:,} B, of which {total:,} B "
+            f"are held ({held}) and {capacity - total:,} B free. Use more ranks, {advice}."
         )
 
 
@@ -46,13 +52,15 @@ class _Allocation:
     band: Band
     unit: str
     number: int
+    place: Place
 
 
 class Ranks:
     """The memory of the ranks that live in this process, ``ids``; ``ranks[i]`` reads the i-th of them.
 
     ``dtypes`` gives each band's dtype; ``empty`` is how this world makes an array;
-    ``capacity`` is the memory of one card in bytes, or None for no limit.
+    ``capacity`` is the memory of one card in bytes, or None for no limit, and ``host_capacity`` that
+    of the host for each rank; ``kernels`` is what computes there.
     """
 
     def __init__(
@@ -62,18 +70,24 @@ class Ranks:
         ledger: Ledger,
         empty: Callable[[tuple[int, ...], DType], Array],
         capacity: int | None = None,
+        host_capacity: int | None = None,
+        kernels: Kernels = NUMPY,
     ) -> None:
+        self.kernels = kernels
         self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
+        self.host_capacity = host_capacity
         self._empty = empty
         self.allocations = 0  # so far, whether freed since or not
         self._live: dict[int, _Allocation] = {}  # in order of allocation
         self._spare: dict[tuple[tuple[int, ...], DType], list[Array]] = {}  # freed, to be handed out again
 
-    def hold(self, band: Band, shape: tuple[int, ...], unit: str = "", dtype: DType | None = None) -> Array:
+    def hold(
+        self, band: Band, shape: tuple[int, ...], unit: str = "", dtype: DType | None = None, place: Place = Place.CARD
+    ) -> Array:
         """Allocate [R, *shape] of the band's own dtype, so that nothing wider slips in; contents undefined.
 
         ``dtype`` may say another for the bands in ``ANY_DTYPE``; ValueError for the rest.
-        Raises OutOfMemory, before allocating, if a card's capacity would be passed.
+        Raises OutOfMemory, before allocating, if the capacity of the card, or of the host, would be passed.
         """
         if dtype is None:
             dtype = self.dtypes[band]
@@ -82,18 +96,18 @@ class Ranks:
                 f"Ranks.hold(dtype): {band} is held in {self.dtypes[band]} here; got {dtype}. Leave dtype out, or "
                 f"choose another precision."
             )
-        if self.capacity is not None:
-            asked = dtype.itemsize
-            for side in shape:
-                asked *= side
-            if self.ledger.total + asked > self.capacity:
-                raise OutOfMemory(self.ids[0], band, unit, asked, self.capacity, self.ledger)
+        capacity = self.capacity if place is Place.CARD else self.host_capacity
+        if capacity is not None:
+            asked = dtype.itemsize * prod(shape)
+            held = self.ledger.total if place is Place.CARD else sum(self.ledger.host.values())
+            if held + asked > capacity:
+                raise OutOfMemory(self.ids[0], band, unit, asked, capacity, self.ledger, place)
         spare = self._spare.get((shape, dtype))
         # A view, so that each hold is an array of its own, and freeing one twice is an error.
         array = (spare.pop() if spare else self._empty((len(self.ids), *shape), dtype)).view()
         self.allocations += 1
-        self._live[id(array)] = _Allocation(array, band, unit, self.allocations)
-        self.ledger.hold(band, array.nbytes // len(self.ids), unit)
+        self._live[id(array)] = _Allocation(array, band, unit, self.allocations, place)
+        self.ledger.hold(band, array.nbytes // len(self.ids), unit, place)
         return array
 
     def free(self, array: Array) -> None:
@@ -106,12 +120,12 @@ class Ranks:
             )
         del self._live[id(array)]
         self._spare.setdefault((array.shape[1:], array.dtype), []).append(array)
-        self.ledger.free(allocation.band, array.nbytes // len(self.ids), allocation.unit)
+        self.ledger.free(allocation.band, array.nbytes // len(self.ids), allocation.unit, allocation.place)
 
-    def live(self, band: Band | None = None) -> Iterator[tuple[Band, str, Array]]:
-        """Everything held now (of ``band``): band, unit, and the [R, ...] array, in order of allocation."""
+    def live(self, band: Band | None = None, place: Place | None = None) -> Iterator[tuple[Band, str, Array]]:
+        """Everything held now (of ``band``, in ``place``): band, unit, and the [R, ...] array, as allocated."""
         for allocation in list(self._live.values()):
-            if band is None or allocation.band is band:
+            if band in (None, allocation.band) and place in (None, allocation.place):
                 yield allocation.band, allocation.unit, allocation.array
 
     def since(self, mark: int, band: Band) -> list[Array]:
@@ -167,10 +181,10 @@ class Rank(Mapping[str, list[Array]]):
     def __len__(self) -> int:
         return len(self.held())
 
-    def held(self) -> dict[str, int]:
-        """Bytes by band, counted anew from the arrays that exist, not read from the ledger."""
+    def held(self, place: Place | None = None) -> dict[str, int]:
+        """Bytes by band (in one ``place``), counted anew from the arrays that exist, not read from the ledger."""
         held: dict[str, int] = {}
-        for band, _, array in self._ranks.live():
+        for band, _, array in self._ranks.live(place=place):
             held[str(band)] = held.get(band, 0) + array[self._row].nbytes
         return held
 
@@ -178,12 +192,14 @@ class Rank(Mapping[str, list[Array]]):
 class Workspace:
     """``hold`` and ``free`` for one band: what a room that allocates, but must not know bands, is handed.
 
-    ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one.
+    ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one; ``kernels`` is what
+    computes on it.
     """
 
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
-        self._ranks, self._band, self._dtype = ranks, band, dtype
+        self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels
         self.unit = ""  # the layer or bucket that it is allocating for
+        self.rows: Sequence[int] | None = None  # of the batch, those of each rank here, where they differ
 
     def hold(self, *shape: int, dtype: DType | None = None) -> Array:
         """Allocate [R, *shape] in the band."""

@@ -1,15 +1,20 @@
-"""The rows: what each scheme shards. Start here, then read ``schemes.py``.
+"""The rows: what each scheme shards, over whom, and where it lives. Start here, then read ``schemes.py``.
 
-A scheme is a row of a table: for each kind of state (optimizer, gradients, parameters), whether
-the ranks shard it (ZeRO: Rajbhandari et al., arXiv 1910.02054). Owns the rows, and the rules that
-a row must keep. Must not know the training step that reads them.
+A scheme is a row of a table. For each kind of state (optimizer, gradients, parameters) it says over
+which ranks that is sharded: nobody, the group (a node: S of the N ranks), or all N (ZeRO: Rajbhandari
+et al., arXiv 1910.02054; groups: MiCS, arXiv 2205.00119). It says how long a gathered copy of the
+parameters stays, and which states are offloaded to the host (arXiv 2101.06840, 2104.07857).
+
+N = D S ranks are D groups of S; rank r = d S + s is member s of group d. Owns the rows, who owns which
+piece, and the rules that a row must keep. Must not know the training step that reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from zerosim.bands import FP32, Band, Precision
 from zerosim.options import Options, chosen, with_options
@@ -17,31 +22,93 @@ from zerosim.options import Options, chosen, with_options
 if TYPE_CHECKING:
     from zerosim.schemes import Scheme
 
+Sharded = Any  # an ``Over``, once the row is made; a caller may pass its value, or True or False
+OFFLOADABLE = ("optimizer", "grads", "params")
+
+
+class Over(StrEnum):
+    """Over which ranks a state is sharded. True and False, in its place, are all and nobody."""
+
+    NOBODY = "nobody"
+    GROUP = "group"
+    ALL = "all"
+
+    def __bool__(self) -> bool:
+        return self is not Over.NOBODY
+
+    def on(self, ranks: int, node: int) -> Over:
+        """What it comes to on so many ranks in groups of ``node``: one rank has nobody to shard with."""
+        if self is Over.GROUP:
+            return Over.NOBODY if node == 1 else Over.ALL if node == ranks else self
+        return self if ranks > 1 else Over.NOBODY
+
 
 @dataclass(frozen=True)
 class Stage:
-    """A row of the table: its name and what is sharded. Calling it starts a training run, a ``Scheme``.
+    """A row of the table. Calling it starts a training run, a ``Scheme``.
+
+    * ``optimizer``, ``grads``, ``params``: over whom each is sharded, ``"all"`` ranks (or True), the
+      ``"group"``, or ``"nobody"`` (or False).
+    * ``reshard_after_forward``: gathered parameters are released after each use (True), kept from forward to
+      backward (False), or kept in between as a second copy that is sharded over the ``"group"``.
+    * ``offload``: which of ``"optimizer"``, ``"grads"`` and ``"params"`` are held by the host.
 
     ValueError for a row that makes no sense.
 
-    >>> mine = Stage("mine", optimizer=True, grads=True)
-    >>> mine.pieces(Band.GRADS, ranks=8), mine.pieces(Band.PARAMS, ranks=8)
-    (8, 1)
+    >>> mine = Stage("mine", optimizer="all", grads="group")
+    >>> mine.piece(Band.GRADS, rank=5, ranks=8, node=4), mine.piece(Band.MASTER, rank=5, ranks=8, node=4)
+    ((1, 4), (3, 8))
     """
 
-    train: ClassVar[Callable[..., Scheme]]  # ``Scheme``; schemes.py, which reads these rows, puts itself here
+    # ``Scheme``: schemes.py, which reads these rows, puts itself here. Readers of records resolve this annotation.
+    train: ClassVar[Callable[..., Any]]
 
     name: str
-    optimizer: bool = False
-    grads: bool = False
-    params: bool = False
+    optimizer: Sharded = Over.NOBODY
+    grads: Sharded = Over.NOBODY
+    params: Sharded = Over.NOBODY
+    reshard_after_forward: bool | Literal["group"] = True
+    offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.grads and not self.optimizer) or (self.params and not self.grads):
+        levels = list(Over)
+        for kind in OFFLOADABLE:
+            over = {True: Over.ALL, False: Over.NOBODY}.get(getattr(self, kind), getattr(self, kind))
+            if over not in levels:
+                raise ValueError(f"Stage {self.name!r}: {kind} is sharded over {', '.join(levels)}; got {over!r}.")
+            object.__setattr__(self, kind, Over(over))
+        object.__setattr__(self, "offload", tuple(self.offload))
+        optimizer, grads, params = (levels.index(Over(getattr(self, kind))) for kind in OFFLOADABLE)
+        if not optimizer >= grads >= params:
             raise ValueError(
-                f"Stage {self.name!r}: a rank that lacks the gradients of a parameter cannot update it, and one "
-                f"that lacks the parameter has no use for its full gradients; shard optimizer, grads, params in "
-                f"this order."
+                f"Stage {self.name!r}: a rank that lacks the gradients of a parameter cannot update it, and one that "
+                f"lacks the parameter has no use for its full gradients. Shard the optimizer over at least as many "
+                f"ranks as grads, and these over at least as many as params."
+            )
+        if self.reshard_after_forward not in (True, False, "group"):
+            raise ValueError(
+                f"Stage {self.name!r}: reshard_after_forward is True, False or 'group'; got "
+                f"{self.reshard_after_forward!r}."
+            )
+        if self.reshard_after_forward is not True and not params:
+            raise ValueError(
+                f"Stage {self.name!r}: whole parameters are never gathered. Leave out reshard_after_forward."
+            )
+        if self.reshard_after_forward == "group" and self.params is not Over.ALL:
+            raise ValueError(
+                f"Stage {self.name!r}: a second copy within the group needs parameters that are sharded over all; "
+                f"within the group they are sharded already. Use params='all', or reshard_after_forward=False."
+            )
+        if unknown := [kind for kind in self.offload if kind not in OFFLOADABLE]:
+            raise ValueError(f"Stage {self.name!r}: offload is of {', '.join(OFFLOADABLE)}; got {unknown[0]!r}.")
+        if self.offload and "optimizer" not in self.offload:
+            raise ValueError(
+                f"Stage {self.name!r}: what the host holds is updated there, so the optimizer must be there too. "
+                f"Add 'optimizer' to offload."
+            )
+        if "params" in self.offload and not params:
+            raise ValueError(
+                f"Stage {self.name!r}: parameters on the host are gathered for each use, so they must be sharded."
             )
 
     @with_options
@@ -53,38 +120,95 @@ class Stage:
 
         Options come as keywords, as one record, or as both, and then the keywords count.
         """
-        return self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        made: Scheme = self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        return made
 
-    def on(self, ranks: int) -> Stage:
-        """The row as so many ranks run it: one alone has nobody to shard with, and is data parallel."""
-        return self if ranks > 1 else Stage(self.name)
+    def over(self, band: Band) -> Over:
+        """Over whom this model state is sharded."""
+        over: dict[Band, Over] = {Band.PARAMS: self.params, Band.GRADS: self.grads}
+        return over.get(band, Over(self.optimizer))
 
-    def shards(self, band: Band) -> bool:
-        """Whether a rank holds only its chunk of this model state."""
-        return {Band.PARAMS: self.params, Band.GRADS: self.grads}.get(band, self.optimizer)
+    def offloads(self, band: Band) -> bool:
+        """Whether this model state is held by the host."""
+        kind = {Band.PARAMS: "params", Band.GRADS: "grads"}.get(band, "optimizer")
+        return kind in self.offload
 
-    def pieces(self, band: Band, ranks: int) -> int:
-        """Over how many of N ``ranks`` this state is sharded: 1 where each holds all of it."""
-        return ranks if self.shards(band) else 1
+    @property
+    def two_axes(self) -> bool:
+        """Whether gradients are reduced over the group and then over the replicas, and not over all at once."""
+        return Over.GROUP in (self.optimizer, self.grads, self.params)
 
-    def footprint(self, sizes: Sequence[int], ranks: int, precision: Precision, moments: Sequence[Band]) -> int:
+    def on(self, ranks: int, node: int | None, *, gathers: bool = False) -> Stage:
+        """The row as so many ranks in groups of ``node`` run it: groups of 1 or of all make it a plain one.
+
+        ``gathers`` says that parameters must be gathered to be read at all, even by one rank for itself.
+        ValueError for a row with groups where there are none, or not all of one size.
+        """
+        if node is None and (self.two_axes or self.reshard_after_forward == "group"):
+            raise ValueError(f"{self.name} shards within groups of ranks. Say how large they are, as in node=8.")
+        if node is not None and ranks % node:
+            fit = [size for size in range(1, ranks + 1) if ranks % size == 0]
+            raise ValueError(
+                f"Scheme(node): {ranks} ranks cannot be cut into groups of {node}. Use {', '.join(map(str, fit))}."
+            )
+        node = node or ranks
+        gathers = gathers or "params" in self.offload
+        alone = gathers and ranks == 1
+        states = {kind: Over(getattr(self, kind)) for kind in OFFLOADABLE}
+        resolved = {kind: over and Over.ALL if alone else over.on(ranks, node) for kind, over in states.items()}
+        if gathers and not resolved["params"]:
+            raise ValueError(
+                f"Scheme(node): {self.name} gathers its parameters, and a group of one has nothing to gather. Use a "
+                f"larger node."
+            )
+        reshard: Any = self.reshard_after_forward
+        if reshard == "group" and node in (1, ranks):
+            reshard = node == ranks
+        changes: dict[str, Any] = {**resolved, "reshard_after_forward": reshard or not resolved["params"]}
+        return replace(self, **changes)
+
+    def piece(self, band: Band, rank: int, ranks: int, node: int | None = None) -> tuple[int, int]:
+        """Which of how many equal pieces of this model state ``rank`` owns: (0, 1) where each has all of it."""
+        group, member = divmod(rank, node or ranks)
+        if self.over(band) is Over.NOBODY:
+            return 0, 1
+        if self.over(band) is Over.GROUP:
+            return member, node or ranks
+        return (member * (ranks // (node or ranks)) + group if self.two_axes else rank), ranks
+
+    def footprint(
+        self, sizes: Sequence[int], ranks: int, precision: Precision, moments: Sequence[Band], node: int | None = None
+    ) -> int:
         """Bytes that one of ``ranks`` ranks will need for buckets of these sizes, activations and ring left out.
 
         For deciding whether to start at all: the model states, and the largest bucket's whole
         parameters and gradients where they exist only for a while.
         """
         dtypes = precision.dtypes(wire=FP32)
-        chunks = [-(-size // ranks) for size in sizes]
+        padded = [-(-size // ranks) * ranks for size in sizes]
         states = sum(
-            dtypes[band].itemsize * chunk * ranks // self.pieces(band, ranks)
-            for chunk in chunks
+            dtypes[band].itemsize * size // self.piece(band, 0, ranks, node)[1]
+            for size in padded
             for band in (*precision.states, *moments)
         )
-        return states + (self.params + self.grads) * precision.working.itemsize * max(chunks) * ranks
+        return states + (bool(self.params) + bool(self.grads)) * precision.working.itemsize * max(padded)
 
 
 DP = Stage("data parallel")
-ZeRO1 = Stage("ZeRO-1", optimizer=True)
-ZeRO2 = Stage("ZeRO-2", optimizer=True, grads=True)
-ZeRO3 = Stage("ZeRO-3", optimizer=True, grads=True, params=True)
+ZeRO1 = Stage("ZeRO-1", optimizer="all")
+ZeRO2 = Stage("ZeRO-2", optimizer="all", grads="all")
+ZeRO3 = Stage("ZeRO-3", optimizer="all", grads="all", params="all")
 SCHEMES = (DP, ZeRO1, ZeRO2, ZeRO3)
+
+# Rows with groups, with copies that are kept, and with states on the host; docs/rows.md says who calls them what.
+HSDP = Stage("HSDP", "group", "group", "group")
+HSDPKept = Stage("HSDP, kept", "group", "group", "group", reshard_after_forward=False)
+ZeRO1Group = Stage("ZeRO-1 within groups", "group")
+ZeRO2Group = Stage("ZeRO-2 within groups", "group", "group")
+HFSDP = Stage("HFSDP", "all", "group", "group")
+ZeRO3Kept = Stage("ZeRO-3, kept", "all", "all", "all", reshard_after_forward=False)
+HPZ = Stage("hpZ", "all", "all", "all", reshard_after_forward="group")
+Offload1 = Stage("ZeRO-Offload 1", "all", offload=("optimizer",))
+Offload2 = Stage("ZeRO-Offload 2", "all", "all", offload=("optimizer", "grads"))
+Infinity = Stage("ZeRO-Infinity", "all", "all", "all", offload=("optimizer", "grads", "params"))
+ROWS = (*SCHEMES, HSDP, HSDPKept, ZeRO1Group, ZeRO2Group, HFSDP, ZeRO3Kept, HPZ, Offload1, Offload2, Infinity)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from zerosim.lab import suite as lab
-from zerosim.records.results import Artefacts, Failure, Settings
+from zerosim.records.results import Ablations, Failure, Settings
 from zerosim.schemes import SCHEMES
 
 FAULTS = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())["fault"]
@@ -40,8 +40,8 @@ def nothing_else_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a fault does to shapes or to numbers must be found by the checks, not by the guards of the tests."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     # They show what a rule is worth and check nothing; without them a row takes half the time.
-    nothing = Artefacts(whole_model_gather=None, narrow_wire=None, whole_model_bucket={})
-    monkeypatch.setattr(lab, "_artefacts", lambda *_: nothing)
+    nothing = Ablations(whole_model_gather=None, narrow_wire=None, whole_model_bucket={})
+    monkeypatch.setattr(lab, "_ablations", lambda *_: nothing)
     with np.errstate(all="ignore"):
         yield
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from zerosim.cli import corroborate as cli_corroborate
 from zerosim.real_ranks import corroborate
-from zerosim.real_ranks.launch import Nursery
+from zerosim.real_ranks.launch import ForkServer
 from zerosim.records import real_ranks as corroborate_records
 
 torch_needed = pytest.mark.skipif(
@@ -29,8 +29,8 @@ SLACK = 20.0  # seconds for a machine with other things to do
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
         yield started
 
 
@@ -39,9 +39,9 @@ def run(*arguments: str) -> Result:
 
 
 @torch_needed
-def test_what_holds_is_said_and_written(nursery: Nursery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_holds_is_said_and_written(server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Exit code 0; every check's verdict is printed, progress goes to standard error, and the record is written."""
-    monkeypatch.setattr(corroborate, "Nursery", lambda interface: contextlib.nullcontext(nursery))
+    monkeypatch.setattr(corroborate, "ForkServer", lambda interface: contextlib.nullcontext(server))
     result = run("--ranks", "2", "--steps", "2", "--precision", "mixed", "--out", str(tmp_path / "made" / "here"))
     assert result.exit_code == 0, result.output
     for check in ("bits", "losses", "bytes", "memory"):
@@ -55,9 +55,9 @@ def test_what_holds_is_said_and_written(nursery: Nursery, monkeypatch: pytest.Mo
 
 
 @torch_needed
-def test_what_fails_is_named(nursery: Nursery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_fails_is_named(server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Exit code 1; the record, here on standard output, has the failures with scheme, step, rank and both values."""
-    monkeypatch.setattr(corroborate, "Nursery", lambda interface: contextlib.nullcontext(nursery))
+    monkeypatch.setattr(corroborate, "ForkServer", lambda interface: contextlib.nullcontext(server))
     arguments = ["--ranks", "2", "--steps", "1", "--collectives", "ring", "--precision", "fp32", "--break", "bit"]
     result = run(*arguments, "--json", "--out", str(tmp_path))
     assert result.exit_code == 1, result.output
@@ -118,7 +118,7 @@ def test_an_interrupted_command_leaves_nothing_behind(number: signal.Signals, tm
     assert command.returncode == 130
     assert "Interrupted. What was found before is kept." in printed
     assert not corroborate_records.load(out / "corroborate.json").complete
-    assert len(started) == 1 + 2 + 1  # the nursery, the ranks, the simulator
+    assert len(started) == 1 + 2 + 1  # the server, the ranks, the simulator
     assert not any(process.is_running() for process in started)
     assert list(temporary.iterdir()) == []
 

@@ -51,7 +51,7 @@ def shapes_unchecked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def found() -> Results:
-    """A lab run as small as one can be that has a sweep, padding and all artefacts."""
+    """A lab run as small as one can be that has a sweep, padding and all ablations."""
     return lab.run(
         Settings(
             ranks=3, steps=2, batch=1, seed=1, model_seed=0, precision="mixed", wire="fp32", gather="layer",
@@ -62,7 +62,7 @@ def found() -> Results:
 
 @pytest.fixture(scope="module")
 def card(found: Results) -> Results:
-    """The same on a card on which data parallel dies and ZeRO-3 lives."""
+    """The same on a card on which data parallel runs out of memory and ZeRO-3 does not."""
     capacity = found.schemes[-1].steps[-1].peak.total
     return lab.run(msgspec.structs.replace(found.settings, capacity=capacity))
 
@@ -207,12 +207,12 @@ def test_a_file_with_another_value_is_refused_or_read_whole(
 # Integers that can be anything: what was asked for and is not in any number measured, and what has no counterpart.
 FREE = {
     "settings.batch", "settings.seed", "settings.model_seed", "settings.capacity",
-    "schemes.steps.traffic.messages", "schemes.death.held", "schemes.death.asked", "schemes.death.rank",
-    "artefacts.whole_model_gather.states", "artefacts.whole_model_gather.gathered",
-    "artefacts.whole_model_gather.zero2_resident", "artefacts.whole_model_gather.peak",
-    "artefacts.whole_model_gather.peak_by_layer", "artefacts.narrow_wire.sent", "artefacts.narrow_wire.sent_fp32",
-    "artefacts.narrow_wire.gradient_differing", "artefacts.narrow_wire.drift.differing",
-    "artefacts.whole_model_bucket.differing",
+    "schemes.steps.traffic.messages", "schemes.out_of_memory.held", "schemes.out_of_memory.asked", "schemes.out_of_memory.rank",
+    "ablations.whole_model_gather.states", "ablations.whole_model_gather.gathered",
+    "ablations.whole_model_gather.zero2_resident", "ablations.whole_model_gather.peak",
+    "ablations.whole_model_gather.peak_by_layer", "ablations.narrow_wire.sent", "ablations.narrow_wire.sent_fp32",
+    "ablations.narrow_wire.gradient_differing", "ablations.narrow_wire.drift.differing",
+    "ablations.whole_model_bucket.differing",
 }  # fmt: skip
 NAMES = {*Band, *Phase, *PRECISIONS, "all-reduce", "reduce-scatter", "all-gather"}  # keys that are no fields
 
@@ -244,7 +244,7 @@ def accepted(run: Results) -> set[str]:
 def test_no_count_can_be_changed_alone(found: Results, card: Results) -> None:
     """One more or one less of anything that was counted contradicts something else, save what stands for itself."""
     assert accepted(found) - FREE == set()
-    alone = ("schemes.prediction", "schemes.death", "schemes.events", "sweep.")  # of what has no step measured
+    alone = ("schemes.prediction", "schemes.out_of_memory", "schemes.events", "sweep.")  # of what has no step measured
     assert {kind for kind in accepted(card) - FREE if not kind.startswith(alone)} == set()
 
 
@@ -296,7 +296,7 @@ def altered(run: Results, place: str, value: object) -> Results:
         ("differences.2.differing.params", 1, "bits of ZeRO-2 differ after step 1, and no failure says so"),
         ("schemes.3.steps.1.loss", 0.5, "losses differ in step 2, and no failure says so"),
         ("schemes.2.prediction.flops.forward", 1, "ZeRO-2: what was measured is not what is predicted"),
-        ("sweep.0.survives_predicted", False, "the sweep, data parallel, N = 1: not as predicted"),
+        ("sweep.0.fits_predicted", False, "the sweep, data parallel, N = 1: not as predicted"),
         ("differences", [], "comparisons belong to these steps"),
         ("sweep", [], ""),
         ("schemes.0.events", [], ""),
@@ -304,7 +304,7 @@ def altered(run: Results, place: str, value: object) -> Results:
         ("schemes.1.steps.0.seconds.forward", float("nan"), "a time is negative or no number"),
         ("schemes.1.steps.0.peak.by_band.grads", 7, "the bands at the peak sum to"),
         ("schemes.1.steps.0.resident", {"memes": 7}, "no band at rest is called 'memes'"),
-        ("artefacts.narrow_wire.drift.differing", [], "a drift is given after each of the 2 steps"),
+        ("ablations.narrow_wire.drift.differing", [], "a drift is given after each of the 2 steps"),
         ("settings.widths", [], "widths [] make 0 parameters"),
         ("schemes.0.events.0.4", 0, "of its log"),
     ],

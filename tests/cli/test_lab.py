@@ -59,12 +59,14 @@ def test_a_failed_check_is_named_and_exits_with_one(tmp_path: Path, monkeypatch:
 
 
 def test_a_card_of_limited_memory_is_reported(tmp_path: Path) -> None:
-    """--capacity says which schemes died where, and the others' numbers stand."""
+    """--capacity says which schemes ran out of memory where, and the others' numbers stand."""
     result = run(*SMALL, "--capacity", "400kB", out=tmp_path)
     assert result.exit_code == 0, result.output
-    died = {record.name: record.death is not None for record in results.load(tmp_path / "results.json").schemes}
-    assert died == {"data parallel": True, "ZeRO-1": False, "ZeRO-2": False, "ZeRO-3": False}
-    assert "dies at" in result.output
+    short = {
+        record.name: record.out_of_memory is not None for record in results.load(tmp_path / "results.json").schemes
+    }
+    assert short == {"data parallel": True, "ZeRO-1": False, "ZeRO-2": False, "ZeRO-3": False}
+    assert "out of memory at" in result.output
 
 
 @pytest.mark.parametrize(

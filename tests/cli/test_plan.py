@@ -11,6 +11,7 @@ from zerosim.cli import plan as cli
 from zerosim.cli.main import main
 from zerosim.planner import plan, question
 from zerosim.records import plan as records
+from zerosim.schemes import ZeRO1, ZeRO2
 from zerosim.util import sizes
 
 MODEL = "67,131,127,61"
@@ -29,20 +30,21 @@ def run(*arguments: str) -> Result:
 
 
 def test_it_answers_at_a_glance() -> None:
-    """The table has every stage on the number of GPUs and the powers of two around it; the answers stand below it."""
-    result = run(MODEL, "--gpus", "3", "--memory", "290kB")
+    """With --sweep the table has every scheme on the number of GPUs and the powers of two around it; the answers stand
+    below it."""
+    result = run(MODEL, "--gpus", "3", "--sweep", "--memory", "290kB")
     assert result.exit_code == 0, result.output
     assert f"{PARAMS:,} parameters" in result.output
     for answer in (
         "smallest N that fits (by model states alone): data parallel none",
-        "lowest stage that fits on 3: ZeRO-2, with",
+        "first scheme that fits on 3: ZeRO-2, with",
         "largest micro-batch on 3: data parallel none, ZeRO-1 none, ZeRO-2",
         "to blame at the peak of ZeRO-3 on 3 (",
         "290 kB (283 KiB)",
     ):
         assert answer in result.output
     rows = [line.split() for line in result.output.splitlines() if "ZeRO-1" in line]
-    assert [row[0] for row in rows if row[0].isdecimal()] == []  # N stands beside data parallel, the first stage
+    assert [row[0] for row in rows if row[0].isdecimal()] == []  # N stands beside data parallel, the first scheme
     assert [line.split()[0] for line in result.output.splitlines() if " data parallel " in line][:5] == list("12348")
 
 
@@ -51,7 +53,7 @@ def test_json_is_all_there_is_on_standard_output() -> None:
     result = run(MODEL, "--gpus", "3", "--json", "-", "--stage", "3")
     found = json.loads(result.stdout)
     assert found["schema"] == records.SCHEMA
-    assert {cell["name"] for cell in found["cells"]} == {"ZeRO-3"}
+    assert {cell["row"]["name"] for cell in found["cells"]} == {"ZeRO-3"}
 
 
 def test_plan_and_chart_are_written_where_they_were_asked_for(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_plan_and_chart_are_written_where_they_were_asked_for(tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == [picture, target]
     found = records.load(target)
     asked = found.question
-    assert (asked.gpus, asked.stages, asked.memory, asked.card) == ([2, 5], [1, 2], 80 * 10**9, "H100")
+    assert (asked.gpus, asked.rows, asked.memory, asked.card) == ([2, 5], [ZeRO1, ZeRO2], 80 * 10**9, "H100")
     assert (asked.bucket, asked.accumulate, asked.sync, asked.optimizer) == (5000 // 2, 2, "end", "momentum")
     assert found.cluster is not None
     assert (found.cluster.peak, found.cluster.efficiency, found.cluster.node) == (500e12, 0.25, 2)
@@ -132,7 +134,7 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "-3"], "an integer from 1 to"),
         (["64,128", "--gpus", "9-3"], "from a smaller number to a larger"),
         (["64,128", "--gpus", "9" * 30], "an integer from 1 to"),
-        (["2,3", "--gpus", "10"], "10 ranks cannot share out 9 parameters"),
+        (["2,3", "--gpus", "10"], "10 ranks cannot shard 9 parameters"),
         (["no/such/file", "--gpus", "4"], "Nothing is fetched from a network"),
         (["nul\0", "--gpus", "4"], "MODEL is a list of layer sizes"),
         (["no_such_module:factory", "--gpus", "4"], "package.module:factory"),
@@ -140,11 +142,11 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "4", "--checkpoint", "selective"], "Use 'full' or 'none'"),
         (["64,128", "--gpus", "4", "--convention", "nope"], "zero, deepspeed, fsdp2, megatron"),
         (["64,128", "--gpus", "4", "--card", "nope"], "A100-80GB"),
-        (["64,128", "--gpus", "4", "--convention", "fsdp2", "--stage", "1"], "has no stage 1"),
+        (["64,128", "--gpus", "4", "--convention", "fsdp2", "--stage", "1"], "has no ZeRO-1; it has ZeRO-3"),
         (["64,128", "--gpus", "4", "--precision", "fsdp", "--stage", "1"], "Use ZeRO-3"),
         (["64,128", "--gpus", "4", "--wire", "bf16"], "Use wire='fp32'"),
         (["64,128", "--gpus", "4", "--bucket", "5"], "'5' has no unit"),
-        (["64,128", "--gpus", "4", "--ladder", "mlp"], "--memory 80GB"),
+        (["64,128", "--gpus", "4", "--largest-model", "mlp"], "--memory 80GB"),
         (["64,128", "--gpus", "4", "--chart", "x.pdf"], ".png, .svg, .html"),
         (["64,128", "--gpus", "4", "--json", "/no/such/folder/x.json"], "cannot be written to /no/such/folder"),
         (["64,128", "--gpus", "4", "--json", "/"], "is a folder"),

@@ -23,7 +23,7 @@ import write_readme
 from readme_views import Real
 from zerosim.cli import main as cli
 from zerosim.lab import suite as lab
-from zerosim.real_ranks import setup as agreed
+from zerosim.real_ranks.cases import COLLECTIVES, cases, data, model
 from zerosim.records import plan as plan_records
 from zerosim.records.results import Results
 from zerosim.report import plots
@@ -189,7 +189,7 @@ def test_a_recording_is_of_the_command_that_is_shown_for_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", LABS)
 def test_recorded_integers_are_those_of_a_fresh_run(name: str) -> None:
-    """Bytes, messages, FLOPs, events, deaths and the sweep come out again; losses to four digits."""
+    """Bytes, messages, FLOPs, events, shortages of memory and the sweep come out again; losses to four digits."""
     recorded = _lab(name)
     if recorded.settings.data == "digits":
         pytest.importorskip("sklearn")
@@ -231,10 +231,10 @@ def _integers(results: Any, steps: int) -> Any:
     found = msgspec.to_builtins(short)
     for field in ("created", "versions"):
         del found[field]
-    found["artefacts"].pop("whole_model_bucket")  # which bits differ is one machine's
-    if found["artefacts"]["narrow_wire"]:
+    found["ablations"].pop("whole_model_bucket")  # which bits differ is one machine's
+    if found["ablations"]["narrow_wire"]:
         for field in ("drift", "gradient_differing"):
-            del found["artefacts"]["narrow_wire"][field]
+            del found["ablations"]["narrow_wire"][field]
     return _without_floats(found)
 
 
@@ -257,12 +257,12 @@ def test_recorded_real_ranks_are_what_a_fresh_simulation_says() -> None:
     assert real.found.failures == []
     assert real.differing == real.unexplained == 0
     assert real.meters == ["process", "sockets"]
-    [batch] = agreed.data(settings)
-    for plan, run in zip(agreed.plans(settings), real.found.runs, strict=True):
-        assert (run.scheme, run.collectives, run.precision) == (plan.stage.name, plan.collectives, plan.precision)
-        twin = plan.stage(
-            agreed.model(settings), settings.ranks, ring=LocalCollectives(settings.ranks),
-            **agreed.options(settings, plan),
+    [batch] = data(settings)
+    for case, run in zip(cases(settings), real.found.runs, strict=True):
+        assert (run.row, run.collectives, run.precision) == (case.row, case.collectives, case.precision)
+        twin = case.row(
+            model(settings), settings.ranks, settings.options(case.precision),
+            ring=LocalCollectives(settings.ranks), collectives=COLLECTIVES[case.collectives],
         )  # fmt: skip
         twin.step(batch)
         report = twin.reports[-1]

@@ -9,69 +9,64 @@ import pytest
 from rich.console import Console
 
 from zerosim.bands import Array
-from zerosim.frameworks import gloo as frameworks_ring
+from zerosim.frameworks import averages
 from zerosim.frameworks import run as frameworks
-from zerosim.frameworks.comparison import Judge
+from zerosim.frameworks.comparison import FrameworkComparison
+from zerosim.frameworks.observation import SETTLED, Observation
 from zerosim.frameworks.profiler_log import MARK, Log
-from zerosim.real_ranks.meter import HEADER
+from zerosim.frameworks.variants import VARIANTS, Variant
 from zerosim.records.frameworks import (
-    ALL_GATHER,
-    ALL_REDUCE,
     BEFORE,
-    BROADCAST,
     BYTES,
     ELSEWHERE,
     GRADIENTS,
     GRADS,
     MASTER,
     PARAMS,
-    REDUCE_SCATTER,
-    SETTLED,
     STATE,
-    Collective,
     Family,
     Framework,
     Frameworks,
-    Row,
-    Seen,
 )
 from zerosim.records.real_ranks import Settings
 from zerosim.report import frameworks_console
+from zerosim.worlds import gloo
+from zerosim.worlds.gloo import HEADER, Call, Op
 
 WIDE, PRIME = [64, 128, 128, 64], [7, 11, 13, 5]
 P = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64
 COUNTERS = 6 * 4  # bytes: Adam keeps a step count in fp32 for each of six tensors
-BROKEN = Row("DDP with an option that it does not have", Family.DDP, options={"no_such_option": 1})
+BROKEN = Variant("DDP with an option that it does not have", Family.DDP, options={"no_such_option": 1})
 
 
 class Ran(NamedTuple):
     found: Frameworks
-    seen: dict[str, list[Seen]]
+    seen: dict[str, list[Observation]]
 
     def row(self, name: str) -> Framework:
         return next(row for row in self.found.rows if row.name.startswith(name))
 
-    def judge(self, row: Row, seen: list[Seen]) -> Judge:
-        return Judge(row, self.found.settings, self.found.steps, seen)
+    def compared_with(self, row: Variant, seen: list[Observation]) -> FrameworkComparison:
+        return FrameworkComparison(row, self.found.settings, self.found.steps, seen)
 
 
-def _run(ranks: int, widths: list[int], names: Sequence[str], *more: Row) -> Ran:
+def _run(ranks: int, widths: list[int], names: Sequence[str], *more: Variant) -> Ran:
     pytest.importorskip("torch")
-    seen: dict[str, list[Seen]] = {}
-    watched = frameworks._watched
+    seen: dict[str, list[Observation]] = {}
+    watched = frameworks._observed
 
-    def remembered(nursery: Any, row: Row, *rest: Any) -> list[Seen]:
+    def remembered(nursery: Any, row: Variant, *rest: Any) -> list[Observation]:
         seen[row.name] = watched(nursery, row, *rest)
         return seen[row.name]
 
     settings = Settings(
         ranks=ranks, steps=8, batch=3, seed=7, model_seed=0, widths=widths, collectives=[], precisions=[],
-        wire="fp32", backend="gloo", fault=None,
+        wire="fp32", backend="gloo", fault=None, rows=[],
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frameworks, "_watched", remembered)
-        rows = [row for row in frameworks.ROWS if row.name in names]
-        return Ran(frameworks.run(settings, timeout=60, rows=[*rows, *more]), seen)
+        patch.setattr(frameworks, "_observed", remembered)
+        rows = [row for row in VARIANTS if row.name in names]
+        return Ran(frameworks.run(settings, timeout=60, variants=[*rows, *more]), seen)
 
 
 FOUR = (
@@ -100,8 +95,8 @@ def ran(request: pytest.FixtureRequest) -> Ran:
     return found
 
 
-def _rows(ran: Ran) -> Iterator[tuple[Row, list[Seen]]]:
-    return ((row, ran.seen[row.name]) for row in frameworks.ROWS if row.name in ran.seen)
+def _rows(ran: Ran) -> Iterator[tuple[Variant, list[Observation]]]:
+    return ((row, ran.seen[row.name]) for row in VARIANTS if row.name in ran.seen)
 
 
 # -- real ranks
@@ -123,12 +118,12 @@ def _in_order_of_ranks(summands: Array) -> Array:
 
 def test_another_order_of_summation_is_noticed(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients' check fails where the same numbers are added in the order of the ranks."""
-    monkeypatch.setattr(frameworks_ring, "ring_sum", _in_order_of_ranks)
+    monkeypatch.setattr(averages, "ring_sum", _in_order_of_ranks)
     for row, seen in _rows(ran):
-        if seen[0].evidence:
-            judge = ran.judge(row, seen)
-            record = judge.record()
-            assert {failure.check for failure in judge.failures} == {GRADIENTS}
+        if seen[0].gradients:
+            compared_with = ran.compared_with(row, seen)
+            record = compared_with.record()
+            assert {failure.check for failure in compared_with.failures} == {GRADIENTS}
             assert min(step.differing for step in record.gradients) > 0.1 * record.gradients[0].compared
 
 
@@ -149,10 +144,10 @@ def test_a_collective_that_is_not_known_of_is_noticed(four: Ran) -> None:
     for row, seen in _rows(four):
         if not any(each.counted[0].tcp_sent for each in seen):
             pytest.skip(str(seen[0].unmeasured))
-        judge = four.judge(row, [each._replace(asked=each.asked[1:]) for each in seen])
-        judge.record()
-        assert {failure.check for failure in judge.failures} == {BYTES}
-        assert {failure.rank for failure in judge.failures} == set(range(4))
+        compared_with = four.compared_with(row, [each._replace(asked=each.asked[1:]) for each in seen])
+        compared_with.record()
+        assert {failure.check for failure in compared_with.failures} == {BYTES}
+        assert {failure.rank for failure in compared_with.failures} == set(range(4))
 
 
 def test_traffic_in_units_of_the_parameters(four: Ran) -> None:
@@ -218,7 +213,7 @@ def test_peak(four: Ran) -> None:
 def test_what_a_framework_behaves_like(four: Ran) -> None:
     """The scheme is found from the bands that are sharded, and where it is left from the measured numbers."""
     stages = ["data parallel", "data parallel", "ZeRO-1", "ZeRO-3", "ZeRO-3"]
-    assert [row.stage for row in four.found.rows] == stages
+    assert [row.scheme for row in four.found.rows] == stages
     departs = {row.name: " ".join(row.departs) for row in four.found.rows}
     assert "+4.00 B elsewhere" in departs["DDP"]
     assert "asks for 3.00 P for 2" in departs["DDP + ZeroRedundancyOptimizer"]
@@ -242,7 +237,7 @@ def test_deepspeed() -> None:
     ran = _run(4, WIDE, names)
     assert not ran.found.ended
     assert not ran.found.failures
-    assert [row.stage for row in ran.found.rows] == ["ZeRO-2", "ZeRO-3"]
+    assert [row.scheme for row in ran.found.rows] == ["ZeRO-2", "ZeRO-3"]
     for row, asked in zip(ran.found.rows, (3 * 3 * P, 3 * 3 * P), strict=True):
         assert all(0 <= rank.asked - asked < 32 for rank in row.ranks), row.name  # and the norm of the gradients
         assert row.largest < 1e-5
@@ -273,11 +268,11 @@ def test_deepspeed_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(frameworks, "Nursery", None)
     settings = Settings(
         ranks=4, steps=1, batch=1, seed=7, model_seed=0, widths=PRIME, collectives=[], precisions=[], wire="fp32",
-        backend="gloo", fault=None,
+        backend="gloo", fault=None, rows=[],
     )  # fmt: skip
-    rows = [row for row in frameworks.ROWS if row.family is Family.DEEPSPEED]
+    rows = [row for row in VARIANTS if row.family is Family.DEEPSPEED]
     told: list[str] = []
-    found = frameworks.run(settings, told.append, rows=rows)
+    found = frameworks.run(settings, told.append, variants=rows)
     assert told == [row.name for row in rows]
     assert len(told) == frameworks.work(rows)
     assert {row.skipped for row in found.rows} == {"deepspeed is not installed; pip install 'zerosim[deepspeed]'"}
@@ -301,20 +296,20 @@ def test_the_ring_of_a_buffer_of_any_length(ranks: int, elements: int) -> None:
         c = i // length
         order = [x[(c - 1 - t) % ranks, i] for t in range(ranks)]
         expected.append([*accumulate(order)][-1])
-    np.testing.assert_array_equal(frameworks_ring.ring_sum(x), np.array(expected, np.float32))
+    np.testing.assert_array_equal(averages.ring_sum(x), np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("elements", [1, 5, 33_088, 10_000_019])
-@pytest.mark.parametrize("name", [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST])
+@pytest.mark.parametrize("name", [Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.BROADCAST])
 def test_what_is_sent_arrives(ranks: int, elements: int, name: str) -> None:
     """Over all ranks as much is sent as received, and no less than must reach them."""
-    asked = Collective(name, elements * (ranks if name == ALL_GATHER else 1), 4, root=ranks - 1)
-    moved = [frameworks_ring.moved(asked, rank, ranks) for rank in range(ranks)]
+    asked = Call(name, elements * (ranks if name == Op.ALL_GATHER else 1), 4, root=ranks - 1)
+    moved = [gloo.moved(asked, rank, ranks) for rank in range(ranks)]
     assert all(moved)
     sent, received = (sum(getattr(each, way) for each in moved) for way in ("sent", "received"))
     messages = [sum(getattr(each, f"messages_{way}") for each in moved) for way in ("sent", "received")]
-    assert sent == received == asked.nbytes * (ranks - 1) * (2 if name in (ALL_REDUCE, REDUCE_SCATTER) else 1)
+    assert sent == received == asked.nbytes * (ranks - 1) * (2 if name in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) else 1)
     assert messages[0] == messages[1] > 0
     framing = [sum(part) for part in zip(*(each.framing() for each in moved if each), strict=True)]
     assert framing[0] == framing[1] == 3 * HEADER * messages[0]

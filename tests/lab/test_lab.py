@@ -88,11 +88,11 @@ def test_data_parallel_repeats_the_optimizers_work(found: Results) -> None:
     assert len({each["backward"] for each in flops.values()}) == 1
 
 
-def test_the_artefacts_are_there_to_see() -> None:
+def test_the_ablations_are_there_to_see() -> None:
     """At N = 32 gathering the whole model takes ZeRO-3 above ZeRO-2; a narrow wire halves bytes and changes bits;
     and another bucket size in one scheme changes fp32 bits."""
     results = lab.run(settings(ranks=32, steps=2, widths=[64, 128, 128, 64]))
-    gather, narrow = results.artefacts.whole_model_gather, results.artefacts.narrow_wire
+    gather, narrow = results.ablations.whole_model_gather, results.ablations.narrow_wire
     assert gather is not None
     assert gather.states * 2 == results.n_params
     assert gather.gathered == 2 * results.n_params
@@ -102,7 +102,7 @@ def test_the_artefacts_are_there_to_see() -> None:
     assert narrow.sent * 2 == narrow.sent_fp32
     assert narrow.gradient_differing > 0
     assert 0 < narrow.gradient_largest_relative < 32 * 2**-11, "at most half an ulp of fp16 for each of N - 1 hops"
-    drift = results.artefacts.whole_model_bucket["fp32"]
+    drift = results.ablations.whole_model_bucket["fp32"]
     assert all(count > 0 for count in drift.differing)
     assert max(drift.largest) < 1e-5
 
@@ -196,22 +196,22 @@ def _peaks(ranks: int) -> list[int]:
 
 @pytest.mark.parametrize("spare", [0, -1])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_scheme_survives_on_a_card_of_its_peak_and_not_on_one_byte_less(stage: int, spare: int) -> None:
-    """With the predicted peak as capacity a scheme lives, with a byte less it dies, for every N of the sweep."""
+def test_a_scheme_fits_on_a_card_of_its_peak_and_not_on_one_byte_less(stage: int, spare: int) -> None:
+    """With the predicted peak as capacity a scheme fits, with a byte less it does not, for every N of the sweep."""
     capacity = _peaks(5)[stage] + spare
     results = lab.run(settings(capacity=capacity))
     assert results.failures == []
-    assert (results.schemes[stage].death is None) == (spare == 0)
+    assert (results.schemes[stage].out_of_memory is None) == (spare == 0)
     for row in results.sweep:
-        assert row.survives == (_peaks(row.ranks)[NAMES.index(row.scheme)] <= capacity)
+        assert row.fits == (_peaks(row.ranks)[NAMES.index(row.scheme)] <= capacity)
 
 
-def test_a_death_is_recorded_with_what_was_held() -> None:
-    """On a card too small for the states of all but ZeRO-3, the others die at construction and it trains on."""
+def test_running_out_of_memory_is_recorded_with_what_was_held() -> None:
+    """On a card too small for the states of all but ZeRO-3, the others run out of memory at construction and it trains on."""
     results = lab.run(settings(capacity=_peaks(5)[3]))
     for record in results.schemes[:3]:
-        assert record.death is not None
-        assert sum(record.death.held.values()) + record.death.asked > _peaks(5)[3]
+        assert record.out_of_memory is not None
+        assert sum(record.out_of_memory.held.values()) + record.out_of_memory.asked > _peaks(5)[3]
     assert [len(record.steps) for record in results.schemes] == [0, 0, 0, 3]
     assert results.differences == [], "there is nothing to compare it with"
     assert "no two schemes" in results.nothing_compared("same training")
@@ -236,11 +236,11 @@ def test_a_loss_that_is_no_number_is_compared_by_its_bits() -> None:
     assert np.isnan(difference.largest["master"])
 
 
-def test_a_prediction_of_survival_that_errs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the closed form said that a scheme fits and it died, the check fails and says so."""
-    monkeypatch.setattr(Run, "survives_predicted", lambda self: True)
+def test_a_wrong_prediction_of_what_fits_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the closed form said that a scheme fits and it does not, the check fails and says so."""
+    monkeypatch.setattr(Run, "fits_predicted", lambda self: True)
     told = [str(failure) for failure in lab.run(settings(capacity=_peaks(5)[3])).failures]
-    assert any("data parallel, N = 5" in text and "survival on the card" in text for text in told)
+    assert any("data parallel, N = 5" in text and "fits on the card" in text for text in told)
 
 
 # -- what cannot be run is refused before anything is run

@@ -15,10 +15,11 @@ from click.testing import CliRunner
 
 from zerosim.bands import BF16, FP16
 from zerosim.cli import plan as cli
-from zerosim.planner import configs, models, plan, question
-from zerosim.planner.runs import Runner
-from zerosim.planner.sources import Load
+from zerosim.planner import config_file, models, plan, question
+from zerosim.planner.model_source import Workload
+from zerosim.planner.runner import Runner
 from zerosim.records.plan import Question
+from zerosim.schemes import SCHEMES
 
 CONFIGS = Path(__file__).parent / "configs"
 needs_transformers = pytest.mark.skipif(
@@ -32,9 +33,9 @@ def _shorter_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MOST_ROWS", 64)
 
 
-def load(rows: int = 1, sequence: int | None = 32, checkpoint: str = "none", working: Any = FP16) -> Load:
+def load(rows: int = 1, sequence: int | None = 32, checkpoint: str = "none", working: Any = FP16) -> Workload:
     """What is asked of a model in a step."""
-    return Load(rows, sequence, checkpoint, working)
+    return Workload(rows, sequence, checkpoint, working)
 
 
 # -- configurations
@@ -71,23 +72,23 @@ def test_a_configuration_has_its_published_number_of_parameters(
     name: str, changed: dict[str, int], params: int, written: Callable[..., str]
 ) -> None:
     """Tied weights count once, and all experts, not only the active ones."""
-    model = models.read(written(name, **changed)).ready(load(), 1).model
+    model = models.read(written(name, **changed)).prepare(load(), 1).model
     assert model.n_params == params
 
 
 @needs_transformers
 def test_the_smallest_n_for_the_model_states_of_llama_3_1_8b() -> None:
     """On cards of 80 GB stage 1 takes 3 GPUs, stages 2 and 3 take 2; data parallel fits on none."""
-    asked = Question(model="", asked=[8], gpus=[8], stages=[0, 1, 2, 3], memory=80 * 10**9, sequence=32)
+    asked = Question(model="", asked=[8], gpus=[8], rows=list(SCHEMES), memory=80 * 10**9, sequence=32)
     runner = Runner(models.read(str(CONFIGS / "llama-3.1-8b.json")), question.check(asked))
-    found = {stage: [n for n in range(1, 5) if runner.holds_states(stage, n, 80 * 10**9)] for stage in range(4)}
-    assert found == {0: [], 1: [3, 4], 2: [2, 3, 4], 3: [2, 3, 4]}
+    found = [[n for n in range(1, 5) if runner.holds_states(row, n, 80 * 10**9)] for row in SCHEMES]
+    assert found == [[], [3, 4], [2, 3, 4], [2, 3, 4]]
 
 
 @needs_transformers
 def test_units_are_the_blocks_that_its_makers_say_must_not_be_split() -> None:
     """GPT-2's units are its twelve blocks and what is left: embeddings, the last norm, and the head, which is tied."""
-    model = models.read(str(CONFIGS / "gpt2.json")).ready(load(), 1).model
+    model = models.read(str(CONFIGS / "gpt2.json")).prepare(load(), 1).model
     names = [layer.name for layer in model.layers]
     assert [name for name in names if ".h." in name] == [f"transformer.h.{index}" for index in range(12)]
     head = next(layer for layer in model.layers if layer.name == "lm_head")
@@ -99,9 +100,9 @@ def test_units_are_the_blocks_that_its_makers_say_must_not_be_split() -> None:
 def test_more_rows_and_longer_rows_are_measured_anew() -> None:
     """Activations are those of the rows and the length that were asked for, in the dtype that is computed with."""
     source = models.read(str(CONFIGS / "gpt2.json"))
-    shapes = [source.ready(each, each.rows).model.shapes for each in (load(), load(rows=2), load(sequence=64))]  # type: ignore[attr-defined]
+    shapes = [source.prepare(each, each.rows).model.shapes for each in (load(), load(rows=2), load(sequence=64))]  # type: ignore[attr-defined]
     assert [each.inputs[0].shape for each in shapes] == [(1, 32), (2, 32), (1, 64)]
-    bf16 = source.ready(load(working=BF16), 1).model.shapes  # type: ignore[attr-defined]
+    bf16 = source.prepare(load(working=BF16), 1).model.shapes  # type: ignore[attr-defined]
     outputs = {tensor.dtype for unit in bf16.units for tensor in unit.outputs if len(tensor.shape) == 3}
     assert outputs == {"bfloat16"}
     assert not any(
@@ -159,7 +160,7 @@ def test_a_file_that_is_no_configuration_is_refused(content: bytes, words: str, 
     """Whatever is in the file, the error says why it is no configuration."""
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json") as caught:
-        configs.read(tmp_path / "config.json")
+        config_file.read(tmp_path / "config.json")
     assert words in str(caught.value)
 
 
@@ -177,19 +178,19 @@ def test_rows_longer_than_the_model_has_positions_for_are_refused() -> None:
     source = models.read(str(CONFIGS / "gpt2.json"))
     assert source.sequence == 1024
     with pytest.raises(ValueError, match=r"plan\(seq\).*at most 1,024 tokens"):
-        source.ready(load(sequence=1025), 1)
+        source.prepare(load(sequence=1025), 1)
 
 
 @needs_transformers
 def test_the_ladder_s_thirty_second_llama_is_llama_3_1_8b() -> None:
     """The families are shaped as the published models are: k = 32 has Llama-3.1-8B's parameters."""
-    from zerosim.planner import ladder
+    from zerosim.planner import largest_model
 
-    _, source = ladder.FAMILIES["llama"].member(32)
-    assert source.ready(load(), 1).model.n_params == 8_030_261_248
-    _, source = ladder.FAMILIES["gpt"].member(2)
+    _, source = largest_model.FAMILIES["llama"].member(32)
+    assert source.prepare(load(), 1).model.n_params == 8_030_261_248
+    _, source = largest_model.FAMILIES["gpt"].member(2)
     block = 12 * 256**2 + 13 * 256
-    assert source.ready(load(), 1).model.n_params == 2 * block + 2 * 256 + (2048 + 50_257) * 256
+    assert source.prepare(load(), 1).model.n_params == 2 * block + 2 * 256 + (2048 + 50_257) * 256
 
 
 # -- Python paths
@@ -290,12 +291,14 @@ def run(*arguments: str) -> Any:
 
 def test_a_python_path_is_planned(factories: str, tmp_path: Path) -> None:
     """A module with tied and frozen parameters: tied ones once, frozen ones without gradients or optimizer state."""
-    result = run(f"{factories}:Language", "--gpus", "2", "--stage", "0", "--seq", "8", "--json", "-", "--memory", "1MB")
+    result = run(
+        f"{factories}:Language", "--gpus", "1", "--scheme", "ddp", "--seq", "8", "--json", "-", "--memory", "1MB"
+    )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     params, frozen = 101 * 13 + 3 * (13 * 13 + 13), 13
     assert (found["model"]["params"], found["model"]["frozen"]) == (params, frozen)
-    cell = next(cell for cell in found["cells"] if cell["ranks"] == 1)
+    [cell] = found["cells"]
     assert cell["resident"]["params"] == 2 * params
     assert cell["resident"]["grads"] == 2 * (params - frozen)
 

@@ -9,15 +9,15 @@ import pytest
 from zerosim.bands import MODEL_STATES, Band
 from zerosim.lab.data import batches
 from zerosim.model import MLP
-from zerosim.planner import ladder, models, plan, question, search
-from zerosim.planner.runs import Ran, Runner
+from zerosim.planner import largest_model, models, plan, question, search
+from zerosim.planner.runner import Runner
 from zerosim.ranks import OutOfMemory
 from zerosim.records import plan as records
 from zerosim.records.plan import Plan, Question
-from zerosim.report import plan_answers as answers
 from zerosim.report import plan_chart as chart
 from zerosim.report import plan_console as console
-from zerosim.schemes import SCHEMES, Scheme
+from zerosim.report import plan_verdict as verdict
+from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import sizes
 from zerosim.worlds.dry import DryRing, Shapes
 
@@ -28,7 +28,7 @@ PARAMS = 67 * 131 + 131 + 131 * 127 + 127 + 127 * 61 + 61
 
 def ask(**options: object) -> Question:
     """A question about the small perceptron on 5 GPUs."""
-    given = {"model": TEXT, "asked": [5], "gpus": [2, 5, 8], "stages": [0, 1, 2, 3], "micro_batch": 3, **options}
+    given = {"model": TEXT, "asked": [5], "gpus": [2, 5, 8], "rows": list(SCHEMES), "micro_batch": 3, **options}
     return question.check(Question(**given))  # type: ignore[arg-type]
 
 
@@ -48,14 +48,15 @@ def _shorter_searches(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- every number is a ledger's
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("row", [*SCHEMES, Stage("mine", optimizer=True, grads=True)], ids=lambda row: row.name)
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_a_cell_is_what_the_simulator_measures(stage: int, ranks: int) -> None:
-    """Resident and peak by band, traffic by collective, FLOPs: equal to a real step of the simulator, to the byte."""
-    scheme = Scheme(SCHEMES[stage], MLP(WIDTHS), ranks, precision="mixed", wire="fp16")
+def test_a_cell_is_what_the_simulator_measures(row: Stage, ranks: int) -> None:
+    """Resident and peak by band, traffic, FLOPs: equal to a real step of the simulator, to the byte; of any row."""
+    scheme = row(MLP(WIDTHS), ranks, precision="mixed", wire="fp16")
     scheme.step(next(batches("noise", ranks, 1, 3, (WIDTHS[0], WIDTHS[-1]), 7)))
     report = scheme.reports[-1]
-    [cell] = made(stages=[stage], gpus=[ranks]).cells
+    [cell] = made(rows=[row], gpus=[ranks]).cells
+    assert cell.name == row.name
     assert cell.resident == report.resident
     assert (cell.peak.total, cell.peak.by_band) == (report.peak.total, report.peak.by_band)
     assert (cell.peak.unit, cell.peak.phase) == (report.peak.unit, report.peak.phase)
@@ -66,7 +67,7 @@ def test_a_cell_is_what_the_simulator_measures(stage: int, ranks: int) -> None:
 
 def test_the_convention_s_precision_and_wire_reach_the_schedule() -> None:
     """Mixed precision holds 16 bytes per parameter under data parallel and sends 2 of them around the ring."""
-    found = made(stages=[0], gpus=[5])
+    found = made(rows=[DP], gpus=[5])
     [cell] = found.cells
     assert found.precision == "mixed"
     assert cell.at_rest == 16 * sum(-(-size // 5) * 5 for size in (67 * 131 + 131, 131 * 127 + 127, 127 * 61 + 61))
@@ -85,32 +86,32 @@ def test_the_convention_s_precision_and_wire_reach_the_schedule() -> None:
 )
 def test_optimizer_and_precision_decide_the_bands(options: dict[str, str], bands: set[Band]) -> None:
     """A rank holds the states of the optimizer and of the recipe that were asked for, and no other."""
-    [cell] = made(stages=[1], gpus=[5], **options).cells
+    [cell] = made(rows=[ZeRO1], gpus=[5], **options).cells
     always = {Band.PARAMS, Band.GRADS, *([] if options.get("precision") == "fp32" else [Band.MASTER])}
     assert set(cell.resident) == {str(band) for band in always | bands}
 
 
 def test_accumulation_gathers_again_for_every_micro_batch() -> None:
     """Under ZeRO-3 each further micro-batch sends what the first did; under data parallel none sends anything."""
-    once, thrice = made(stages=[0, 3], gpus=[5]), made(stages=[0, 3], gpus=[5], accumulate=3)
+    once, thrice = made(rows=[DP, ZeRO3], gpus=[5]), made(rows=[DP, ZeRO3], gpus=[5], accumulate=3)
     assert [cell.sent for cell in thrice.cells] == [once.cells[0].sent, 3 * once.cells[1].sent]
 
 
 def test_a_checkpointed_model_keeps_less_and_computes_more() -> None:
     """Full checkpointing adds a forward to the backward's FLOPs."""
-    plain, less = (made(stages=[3], gpus=[5], checkpoint=each).cells[0] for each in ("none", "full"))
+    plain, less = (made(rows=[ZeRO3], gpus=[5], checkpoint=each).cells[0] for each in ("none", "full"))
     assert less.flops["backward"] == plain.flops["backward"] + plain.flops["forward"]
 
 
 def test_prefetch_holds_more_gathered_layers_at_the_peak() -> None:
     """With one layer gathered ahead two of them are there at the peak."""
-    without, with_one = (made(stages=[3], gpus=[5], prefetch=ahead).cells[0] for ahead in (0, 1))
+    without, with_one = (made(rows=[ZeRO3], gpus=[5], prefetch=ahead).cells[0] for ahead in (0, 1))
     assert with_one.peak.by_band[Band.GATHERED] > without.peak.by_band[Band.GATHERED]
 
 
 def test_units_in_a_row_are_counted_together() -> None:
     """Layers of one size stand as one entry with their number; all of them together are the model."""
-    model = made(model="7,7,7,7,5", stages=[0], gpus=[2], asked=[2]).model
+    model = made(model="7,7,7,7,5", rows=[DP], gpus=[2], asked=[2]).model
     assert [(unit.params, unit.count) for unit in model.units] == [(7 * 7 + 7, 3), (7 * 5 + 5, 1)]
     assert sum(unit.params * unit.count for unit in model.units) == model.params == model.trainable
 
@@ -120,10 +121,10 @@ def test_units_in_a_row_are_counted_together() -> None:
 
 def test_a_step_fits_exactly_from_its_peak_on() -> None:
     """With a card of the peak's size there is no room left and it fits; with a byte less a hold fails, and is named."""
-    peak = made(stages=[2], gpus=[5]).cells[0].peak.total
-    [cell] = made(stages=[2], gpus=[5], memory=peak).cells
+    peak = made(rows=[ZeRO2], gpus=[5]).cells[0].peak.total
+    [cell] = made(rows=[ZeRO2], gpus=[5], memory=peak).cells
     assert (cell.room, cell.fits, cell.shortage) == (0, True, None)
-    [cell] = made(stages=[2], gpus=[5], memory=peak - 1).cells
+    [cell] = made(rows=[ZeRO2], gpus=[5], memory=peak - 1).cells
     assert (cell.room, cell.fits) == (-1, False)
     assert cell.shortage is not None
     assert sum(cell.shortage.held.values()) + cell.shortage.asked == peak
@@ -137,17 +138,16 @@ def test_the_smallest_number_fits_and_the_one_below_it_does_not() -> None:
     for each in found.smallest[1:]:
         assert each.ranks is not None
         for ranks, fits in ((each.ranks, True), (each.ranks - 1, False)):
-            scheme_runs = _runs(each.stage, ranks, memory)
-            assert scheme_runs is fits, (each.name, ranks)
+            scheme_runs = _runs(each.row, ranks, memory)
+            assert scheme_runs is fits, (each.row.name, ranks)
         assert each.states_alone is not None
         assert each.states_alone <= each.ranks
 
 
-def _runs(stage: int, ranks: int, capacity: int, rows: int = 3) -> bool:
+def _runs(row: Stage, ranks: int, capacity: int, rows: int = 3) -> bool:
     model = Shapes(MLP(WIDTHS))
-    options = {"wire": "fp16", "ring": DryRing(ranks), "capacity": capacity}
     try:
-        Scheme(SCHEMES[stage], model, ranks, **options).step(model.batch(rows))  # type: ignore[arg-type]
+        row(model, ranks, ring=DryRing(ranks), wire="fp16", capacity=capacity).step(model.batch(rows))
     except OutOfMemory:
         return False
     return True
@@ -159,38 +159,38 @@ def test_the_largest_micro_batch_fits_and_one_row_more_does_not() -> None:
     found = made(memory=memory, gpus=[5])
     assert [each.micro_batch > 0 for each in found.largest] == [False, True, True, True]
     for each in found.largest:
-        assert each.micro_batch == 0 or _runs(each.stage, 5, memory, each.micro_batch)
-        assert not _runs(each.stage, 5, memory, each.micro_batch + 1)
+        assert each.micro_batch == 0 or _runs(each.row, 5, memory, each.micro_batch)
+        assert not _runs(each.row, 5, memory, each.micro_batch + 1)
 
 
 def test_the_lowest_stage_that_fits() -> None:
     """It is the first in the table whose peak a card holds; None where none is."""
     found = made(memory=9 * PARAMS, gpus=[5])
     assert [cell.fits for cell in found.at(5)] == [False, True, True, True]
-    assert found.lowest(5) is found.at(5)[1]
-    assert found.lowest(7) is None
+    assert found.first_fit(5) is found.at(5)[1]
+    assert found.first_fit(7) is None
 
 
 def test_where_no_number_of_gpus_helps_the_unit_and_the_card_are_named() -> None:
     """One layer of many is larger than the card: the layer, and the smallest card that would do, which does."""
     widths = "11,11,509,503,11,11"
-    found = made(model=widths, memory=200_000, gpus=[5], stages=[0, 3])
-    assert found.nowhere is not None
+    found = made(model=widths, memory=200_000, gpus=[5], rows=[DP, ZeRO3])
+    assert found.no_fit is not None
     assert all(each.ranks is None for each in found.smallest)
-    assert found.nowhere.peak.unit == "layer 3"
-    assert found.nowhere.peak.by_unit["layer 3"] > 200_000
-    again = made(model=widths, memory=found.nowhere.peak.total, gpus=[5], stages=[0, 3])
-    assert again.nowhere is None
+    assert found.no_fit.peak.unit == "layer 3"
+    assert found.no_fit.peak.by_unit["layer 3"] > 200_000
+    again = made(model=widths, memory=found.no_fit.peak.total, gpus=[5], rows=[DP, ZeRO3])
+    assert again.no_fit is None
     assert [each.ranks is not None for each in again.smallest] == [False, True]
-    text = " ".join(answers.lines(found))
-    assert f"{found.nowhere.peak.total:,} bytes" in text
+    text = " ".join(verdict.lines(found))
+    assert f"{found.no_fit.peak.total:,} bytes" in text
     assert "layer 3 alone" in text
 
 
 def test_a_higher_stage_that_takes_more_is_pointed_out_with_its_cause() -> None:
     """DeepSpeed's bucket, held in full, costs ZeRO-2 more than it saves: the plan says so and names the band."""
     found = made(convention="deepspeed", gpus=[5])
-    [rest, *_] = [odd for odd in found.oddities if odd.higher == "ZeRO-2 on 5"]
+    [rest, *_] = [odd for odd in found.surprises if odd.higher == "ZeRO-2 on 5"]
     bucket = 2 * 500_000_000
     grads = found.at(5)[1].resident["grads"] - found.at(5)[2].resident["grads"]
     assert (rest.lower, rest.quantity, rest.band, rest.band_more) == (
@@ -200,45 +200,47 @@ def test_a_higher_stage_that_takes_more_is_pointed_out_with_its_cause() -> None:
         bucket,
     )
     assert rest.more == bucket - grads
-    assert any("the cause is gradient bucket" in line for line in answers.lines(found))
+    assert any("the cause is gradient bucket" in line for line in verdict.lines(found))
 
 
 def test_where_no_band_is_the_whole_cause_none_is_called_so() -> None:
     """Padding makes every state of data parallel grow; the one that grows most is named as that and no more."""
-    found = made(model="8,16,8", asked=[64], gpus=[8, 64], stages=[0])
-    [odd] = found.oddities
+    found = made(model="8,16,8", asked=[64], gpus=[8, 64], rows=[DP])
+    [odd] = found.surprises
     assert odd.band_more < odd.more
-    assert any("what grew most is master" in line for line in answers.lines(found))
+    assert any("what grew most is master" in line for line in verdict.lines(found))
 
 
 def test_the_smallest_card_is_that_of_the_stage_that_needs_least() -> None:
     """DeepSpeed's bucket of 5e8 elements makes stages 2 and 3 of a small model larger than stage 1: no card of 1 GB is
     needed. On a card of the size that is named it fits, on one a byte smaller on none."""
     found = made(convention="deepspeed", memory=1000)
-    assert found.nowhere is not None
-    least = found.nowhere.peak.total
-    assert found.nowhere.stage == 1
+    assert found.no_fit is not None
+    least = found.no_fit.peak.total
+    assert found.no_fit.row == ZeRO1
     assert least < min(cell.peak.total for cell in found.cells)
     again = made(convention="deepspeed", memory=least)
-    assert [each.ranks for each in again.smallest] == [None, found.nowhere.ranks, None, None]
-    assert made(convention="deepspeed", memory=least - 1).nowhere is not None
+    assert [each.ranks for each in again.smallest] == [None, found.no_fit.ranks, None, None]
+    assert made(convention="deepspeed", memory=least - 1).no_fit is not None
 
 
 def test_the_smallest_number_is_none_above_one_that_the_table_shows_to_fit() -> None:
     """With rows padded to N, 24 GPUs share 24 rows out evenly; 16 and 32 take more, and doubling N passes 24 by."""
-    found = made(model="600,24,600", convention="fsdp2", stages=[3], asked=[24], gpus=[16, 24, 32], micro_batch=1)
+    found = made(model="600,24,600", convention="fsdp2", rows=[ZeRO3], asked=[24], gpus=[16, 24, 32], micro_batch=1)
     less, even, more = (cell.peak.total for cell in found.cells)
     assert even < min(less, more)
-    found = made(model="600,24,600", convention="fsdp2", stages=[3], asked=[24], gpus=[24], micro_batch=1, memory=even)
+    found = made(
+        model="600,24,600", convention="fsdp2", rows=[ZeRO3], asked=[24], gpus=[24], micro_batch=1, memory=even
+    )
     assert [each.ranks for each in found.smallest] == [24]
-    assert found.nowhere is None
+    assert found.no_fit is None
 
 
 def test_a_bucket_s_size_is_the_convention_s_where_it_has_one() -> None:
     """Under DeepSpeed --bucket is the buffer that is held; under the paper's rules it joins layers."""
-    deepspeed = made(convention="deepspeed", bucket=1009, stages=[2], gpus=[5]).cells[0]
+    deepspeed = made(convention="deepspeed", bucket=1009, rows=[ZeRO2], gpus=[5]).cells[0]
     assert deepspeed.resident[Band.BUCKET] == 2 * 1009
-    joined = made(bucket=PARAMS, stages=[2], gpus=[5]).cells[0]
+    joined = made(bucket=PARAMS, rows=[ZeRO2], gpus=[5]).cells[0]
     assert Band.BUCKET not in joined.resident
     assert joined.peak.by_band[Band.UNREDUCED] >= 2 * PARAMS
 
@@ -271,20 +273,20 @@ def test_the_largest_is_found_from_anywhere(first: int) -> None:
         assert search.largest(lambda n, t=threshold: n <= t, 100, first=first) == threshold  # type: ignore[misc]
 
 
-# -- the ladder
+# -- the largest model of a family
 
 
 def test_each_rung_is_the_largest_of_the_family_that_a_card_holds() -> None:
     """The schedule runs the k-th perceptron within the card and not the one after it; a higher stage climbs as far."""
     memory, ranks = 12 * 10**6, 3
-    asked = ask(memory=memory, ladder="mlp", asked=[ranks], gpus=[ranks], stages=[0, 3])
-    found = ladder.added(plan.make(models.read(asked.model), asked, lambda doing: None), lambda doing: None)
-    assert found.ladder is not None
-    rungs = found.ladder.rungs
+    asked = ask(memory=memory, largest_model="mlp", asked=[ranks], gpus=[ranks], rows=[DP, ZeRO3])
+    found = largest_model.added(plan.make(models.read(asked.model), asked, lambda doing: None), lambda doing: None)
+    assert found.largest_models is not None
+    rungs = found.largest_models.found
     for rung in rungs:
         for size, fits in ((rung.size, True), (rung.size + 1, False)):
-            _, source = ladder.FAMILIES["mlp"].member(size)
-            assert isinstance(Runner(source, asked).run(rung.stage, ranks, memory), Ran) is fits
+            _, source = largest_model.FAMILIES["mlp"].member(size)
+            assert Runner(source, asked).fits(rung.row, ranks, memory) is fits
         assert rung.params == 16 * ((128 * rung.size) ** 2 + 128 * rung.size)
     assert all(low.size <= high.size for low, high in pairwise(rungs))
     assert rungs[0].size < rungs[-1].size
@@ -295,39 +297,46 @@ def test_each_rung_is_the_largest_of_the_family_that_a_card_holds() -> None:
 
 def test_a_plan_is_written_and_read_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """What is written reads back equal, says its schema, and a damaged file is refused."""
-    found = made(memory=9 * PARAMS, gpus=[5], stages=[0, 2])
+    found = made(memory=9 * PARAMS, gpus=[5], rows=[DP, ZeRO2])
     records.save(found, tmp_path / "plan.json")
     again = records.load(tmp_path / "plan.json")
     assert msgspec.to_builtins(again) == msgspec.to_builtins(found)
-    assert again.schema == "zerosim.plan/1"
+    assert again.schema == "zerosim.plan/2"
     (tmp_path / "plan.json").write_bytes(records.encode(found)[:-20])
-    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/1"):
+    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/2"):
         records.load(tmp_path / "plan.json")
 
 
 def test_the_record_s_fields_are_what_is_documented() -> None:
-    """The layout of zerosim.plan/1: who changes it gives it another number."""
+    """The layout of zerosim.plan/2: who changes it gives it another number."""
     fields = {
         kind.__name__: kind.__struct_fields__
-        for kind in (records.Plan, records.Cell, records.Instant, records.Moved, records.Smallest, records.Largest)
+        for kind in (
+            records.Plan,
+            records.Cell,
+            records.Peak,
+            records.Traffic,
+            records.SmallestRanks,
+            records.LargestBatch,
+        )
     }
     assert fields == {
         "Plan": (
             "schema", "created", "versions", "question", "precision", "model", "cluster", "cells", "smallest",
-            "largest", "nowhere", "oddities", "estimates", "ladder", "why", "left_out",
+            "largest", "no_fit", "surprises", "estimates", "largest_models", "why", "left_out",
         ),
-        "Cell": ("stage", "name", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time"),
-        "Instant": ("total", "by_band", "unit", "phase", "by_unit"),
-        "Moved": ("collective", "band", "sent", "messages"),
-        "Smallest": ("stage", "name", "ranks", "states_alone", "limit"),
-        "Largest": ("stage", "name", "ranks", "micro_batch", "at_least"),
+        "Cell": ("row", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time"),
+        "Peak": ("total", "by_band", "unit", "phase", "by_unit"),
+        "Traffic": ("collective", "band", "sent", "messages"),
+        "SmallestRanks": ("row", "ranks", "states_alone", "limit"),
+        "LargestBatch": ("row", "ranks", "micro_batch", "at_least"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["png", "svg", "html"])
 def test_the_chart_is_a_file_of_the_form_that_was_asked_for(form: str) -> None:
     """Each form begins as such files do, and the page fetches nothing."""
-    found = made(stages=[1, 2], convention="deepspeed")
+    found = made(rows=[ZeRO1, ZeRO2], convention="deepspeed")
     content = chart.drawn(found, form)
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}[form]
     assert content.startswith(begins)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from zerosim.bands import BF16, FP32, MODEL_STATES, Array, Band
-from zerosim.layers import Flat, Group, Layer, Role, Workspace
+from zerosim.layers import Group, Layer, Pass, Role
 from zerosim.ledger import EventKind, Phase, Report
-from zerosim.planner.bound import Limit, bound, operations
 from zerosim.planner.cards import CARDS
 from zerosim.planner.conventions import CONVENTIONS
 from zerosim.planner.estimators import Estimate, Facts, estimates
+from zerosim.planner.model_source import Prepared, Workload
 from zerosim.planner.models import read
-from zerosim.planner.sources import Load, Ready
-from zerosim.ranks import OutOfMemory
+from zerosim.planner.step_time import Limit, bound, operations
+from zerosim.ranks import OutOfMemory, Workspace
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.dry import DryArray, DryRing
 
@@ -32,19 +32,18 @@ class Weights:
     def __init__(self, name: str, *groups: Group, tokens: int = 0) -> None:
         self.name, self.groups, self.tokens = name, groups, tokens
 
-    def forward(self, params: Flat, x: Array, work: Workspace) -> tuple[Array, Any]:
-        y = work.hold(*x.shape[1:])
-        work.flops(2 * self.size * self.tokens)
+    def forward(self, x: Array, given: Pass) -> tuple[Array, Any]:
+        y = given.work.hold(*x.shape[1:])
+        given.work.flops(2 * self.size * self.tokens)
         return y, y
 
-    def backward(
-        self, params: Flat, saved: Any, dy: Array, grads: Flat, work: Workspace, *, need_dx: bool
-    ) -> Array | None:
+    def backward(self, saved: Any, dy: Array, given: Pass) -> Array | None:
+        work, grads = given.work, given.grads
         work.free(saved)
         trained = [group for group in self.groups if group.role is Role.TRAINABLE]
         for group, room in zip(trained, grads if isinstance(grads, list) else [grads], strict=True):
             room[:, : group.size] = 0
-        dx = work.hold(*dy.shape[1:]) if need_dx else None
+        dx = work.hold(*dy.shape[1:]) if given.need_dx else None
         work.free(dy)
         work.flops(4 * self.size * self.tokens)
         return dx
@@ -88,19 +87,18 @@ class Bare:
 
 def run(stage: Stage, model: Bare, ranks: int, rows: int = 1, **options: Any) -> Report:
     """What one step held and sent."""
-    scheme = Scheme(stage, model, ranks, ring=DryRing(ranks), **options)
+    scheme = stage(model, ranks, ring=DryRing(ranks), **options)
     scheme.step([(DryArray((rows, 1), FP32), DryArray((rows, 1), FP32))])
     return scheme.reports[-1]
 
 
 def planned(
-    name: str, stage: int, model: Bare, ranks: int, precision: str | None = None, accumulate: int = 1
+    name: str, row: Stage, model: Bare, ranks: int, precision: str | None = None, accumulate: int = 1
 ) -> Report:
     """The same, as a convention has it, with what it holds beside the states."""
-    row = CONVENTIONS[name]
-    options = {**row.options(stage, precision), "accumulate": accumulate}
-    scheme = Scheme(SCHEMES[stage], model, ranks, ring=DryRing(ranks), **options)
-    for band, elements in row.extra(stage).items():
+    rules = CONVENTIONS[name]
+    scheme = row(model, ranks, rules.options(row, precision), accumulate=accumulate, ring=DryRing(ranks))
+    for band, elements in rules.beside(row).items():
         scheme.ranks.hold(band, (elements,), name)
     scheme.step([(DryArray((accumulate, 1), FP32), DryArray((accumulate, 1), FP32))])
     return scheme.reports[-1]
@@ -155,7 +153,7 @@ def test_table_1_of_the_paper(params: int, ranks: int) -> None:
     """Every cell of the paper's Table 1 is what the ledger holds at rest, in the digits that are printed."""
     rounding = ROUND_HALF_UP if params == 75 * 10**8 else ROUND_DOWN
     for stage, cell in zip((ZeRO1, ZeRO2, ZeRO3), TABLE_1[params][ranks], strict=True):
-        scheme = Scheme(stage, Bare.of(params), ranks, ring=DryRing(ranks))
+        scheme = stage(Bare.of(params), ranks, ring=DryRing(ranks))
         assert as_printed(scheme.ledger.total, cell, rounding) == cell
         if params == 75 * 10**8 and ranks < 1024:  # a step leaves as much; its hops, N-1 at a time, take a while
             assert states(run(stage, Bare.of(params), ranks)) == scheme.ledger.total
@@ -173,9 +171,9 @@ def test_figure_1_of_the_paper(stage: Stage, printed: str) -> None:
 
 def test_table_1_as_the_estimator_has_it() -> None:
     """The paper's formulas, shown beside the ledger, agree with it to the byte where N divides P."""
-    for stage in range(4):
-        report = run(SCHEMES[stage], Bare.of(75 * 10**8), 64)
-        [paper] = [e for e in estimates(Facts(75 * 10**8, 64, stage, 1, 1)) if e.name.startswith("ZeRO paper")]
+    for row in SCHEMES:
+        report = run(row, Bare.of(75 * 10**8), 64)
+        [paper] = [e for e in estimates(Facts(75 * 10**8, 64, row, 1, 1)) if e.name.startswith("ZeRO paper")]
         assert paper.nbytes == states(report)
         assert paper.beside(report.resident) == {}
 
@@ -189,9 +187,9 @@ LLAMA_8B = 8_030_261_248
 def test_smallest_n_of_llama_8b(stage: Stage, smallest: int) -> None:
     """The model states of Llama-3.1-8B fit on cards of 80 GB from this N on, and with one rank fewer they don't."""
     model = Bare.of(LLAMA_8B)
-    Scheme(stage, model, smallest, ring=DryRing(smallest), capacity=80 * GB)
+    stage(model, smallest, ring=DryRing(smallest), capacity=80 * GB)
     with pytest.raises(OutOfMemory):
-        Scheme(stage, model, smallest - 1, ring=DryRing(smallest - 1), capacity=80 * GB)
+        stage(model, smallest - 1, ring=DryRing(smallest - 1), capacity=80 * GB)
 
 
 # -- a measured run: llm.c, GPT-2 small with its vocabulary padded, stage 1
@@ -227,13 +225,13 @@ def test_bytes_per_parameter(precision: str, whole: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_megatrons_distributed_optimizer(precision: str, whole: int, shared: int, ranks: int) -> None:
     """Megatron's table for its distributed optimizer, 4 + 16/N, 6 + 12/N and 8 + 8/N, is what the ledger holds."""
-    report = planned("megatron", 1, Bare.of(64 * 101), ranks, precision)
+    report = planned("megatron", ZeRO1, Bare.of(64 * 101), ranks, precision)
     assert states(report) == whole * 64 * 101 + shared * 64 * 101 // ranks
 
 
 def test_fsdp2_shares_out_all_of_its_sixteen() -> None:
     """FSDP2's shards are fp32 parameters, gradients and moments: 16/N, and what is gathered has 2 bytes."""
-    report = planned("fsdp2", 3, Bare.of(8 * 101, 8 * 103), 8)
+    report = planned("fsdp2", ZeRO3, Bare.of(8 * 101, 8 * 103), 8)
     assert states(report) == 16 * (101 + 103)
     assert report.peak.by_band[Band.GATHERED] == 2 * 8 * (101 + 103)  # the next unit is there as well
 
@@ -243,8 +241,8 @@ def test_fsdp2_shares_out_all_of_its_sixteen() -> None:
 T5_3B, LARGEST = 2_851 * 10**6, 32 * 10**6
 
 
-def told(stage: int, name: str) -> Estimate:
-    [found] = [each for each in estimates(Facts(T5_3B, 8, stage, LARGEST, LARGEST)) if each.name == name]
+def told(row: Stage, name: str) -> Estimate:
+    [found] = [each for each in estimates(Facts(T5_3B, 8, row, LARGEST, LARGEST)) if each.name == name]
     return found
 
 
@@ -254,9 +252,9 @@ def in_gib(nbytes: int, digits: int) -> float:
 
 def test_deepspeeds_estimators_at_stage_2() -> None:
     """As documented 15.93 GiB and as coded 11.28, where the ledger holds 9.957 at rest; the terms say why."""
-    report = planned("zero", 2, Bare.of(T5_3B), 8)
-    documented = told(2, "DeepSpeed's estimator, as documented")
-    coded = told(2, "DeepSpeed's estimator, as coded")
+    report = planned("zero", ZeRO2, Bare.of(T5_3B), 8)
+    documented = told(ZeRO2, "DeepSpeed's estimator, as documented")
+    coded = told(ZeRO2, "DeepSpeed's estimator, as coded")
     assert (in_gib(documented.nbytes, 2), in_gib(coded.nbytes, 2)) == (15.93, 11.28)
     assert (documented.nbytes, coded.nbytes) == (4 * T5_3B + 16 * T5_3B // 8, 2 * T5_3B + 18 * T5_3B // 8)
     assert in_gib(states(report), 3) == 9.957
@@ -268,8 +266,8 @@ def test_deepspeeds_estimators_at_stage_2() -> None:
 
 def test_deepspeeds_estimator_at_stage_3() -> None:
     """It says 6.09 GiB, where the ledger holds 5.31 at rest; the terms say why."""
-    report = planned("zero", 3, Bare.of(T5_3B), 8)
-    coded = told(3, "DeepSpeed's estimator, as coded")
+    report = planned("zero", ZeRO3, Bare.of(T5_3B), 8)
+    coded = told(ZeRO3, "DeepSpeed's estimator, as coded")
     assert (in_gib(coded.nbytes, 2), in_gib(states(report), 2)) == (6.09, 5.31)
     assert (coded.nbytes, states(report)) == (4 * LARGEST + 18 * T5_3B // 8, 16 * T5_3B // 8)
     assert coded.beside(report.resident) == {
@@ -280,11 +278,11 @@ def test_deepspeeds_estimator_at_stage_3() -> None:
     }
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_differences_between_estimates_and_the_ledger_are_accounted_for(stage: int) -> None:
+@pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.name)
+def test_differences_between_estimates_and_the_ledger_are_accounted_for(row: Stage) -> None:
     """Whatever an estimator says, band by band its differences add up to all that separates it from the ledger."""
-    report = planned("zero", stage, Bare.of(T5_3B), 8)
-    answers = estimates(Facts(T5_3B, 8, stage, LARGEST, 2 * LARGEST))
+    report = planned("zero", row, Bare.of(T5_3B), 8)
+    answers = estimates(Facts(T5_3B, 8, row, LARGEST, 2 * LARGEST))
     assert len({answer.name for answer in answers}) == len(answers) >= 4
     for answer in answers:
         assert sum(answer.beside(report.resident).values()) == answer.nbytes - sum(report.resident.values())
@@ -381,7 +379,7 @@ BUCKET = 5 * 10**8
 
 def test_a_higher_stage_that_uses_more() -> None:
     """340e6 parameters on 4 ranks: stage 2 saves 510 MB of gradients and costs a bucket of 1000 MB, by name."""
-    lower, higher = (planned("deepspeed", stage, Bare.of(34 * 10**7), 4) for stage in (1, 2))
+    lower, higher = (planned("deepspeed", row, Bare.of(34 * 10**7), 4) for row in (ZeRO1, ZeRO2))
     change = {
         band: higher.resident.get(band, 0) - lower.resident.get(band, 0)
         for band in {**lower.resident, **higher.resident}
@@ -397,7 +395,7 @@ def test_a_higher_stage_that_uses_more() -> None:
 def test_break_even_of_the_bucket(params: int, sign: int) -> None:
     """Below P = B / (1 - 1/N), 6.67e8, stage 2 holds more than stage 1 at rest; above, less."""
     assert (params * 3 < BUCKET * 4) == (sign > 0)
-    lower, higher = (sum(planned("deepspeed", stage, Bare.of(params), 4).resident.values()) for stage in (1, 2))
+    lower, higher = (sum(planned("deepspeed", row, Bare.of(params), 4).resident.values()) for row in (ZeRO1, ZeRO2))
     assert np.sign(higher - lower) == sign
 
 
@@ -405,12 +403,14 @@ def test_break_even_of_the_bucket(params: int, sign: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "k", "each"), [(0, 1, "3.00"), (1, 1, "4.50"), (2, 1, "4.50"), (1, 4, "4.50"), (2, 4, "13.50")]
+    ("row", "k", "each"),
+    [(DP, 1, "3.00"), (ZeRO1, 1, "4.50"), (ZeRO2, 1, "4.50"), (ZeRO1, 4, "4.50"), (ZeRO2, 4, "13.50")],
+    ids=lambda value: getattr(value, "name", None),
 )
-def test_what_deepspeed_sends(stage: int, k: int, each: str) -> None:
+def test_what_deepspeed_sends(row: Stage, k: int, each: str) -> None:
     """Bytes sent per parameter at N = 4 are as measured with DeepSpeed, whose stages 1 and 2 all-reduce gradients."""
     params = 8 * 4136
-    report = planned("deepspeed", stage, Bare.of(params), 4, accumulate=k)
+    report = planned("deepspeed", row, Bare.of(params), 4, accumulate=k)
     [sent] = report.sent()
     assert f"{sent / params:.2f}" == each
 
@@ -445,28 +445,28 @@ TOKENS = 2 * 8192
 
 
 @pytest.fixture(scope="module")
-def llama() -> Ready:
+def llama() -> Prepared:
     """The model and a micro-batch, measured from the module on the meta device."""
     for name in ("transformers", "torch"):
         pytest.importorskip(name)
     config = Path(__file__).parent / "configs" / "llama-3.1-8b.json"
-    ready = read(str(config)).ready(Load(2, 8192, "selective", BF16), 2)
+    ready = read(str(config)).prepare(Workload(2, 8192, "selective", BF16), 2)
     assert ready.model.n_params == LLAMA_8B
     return ready
 
 
 @pytest.fixture(scope="module")
-def titans(llama: Ready) -> dict[int, Scheme]:
+def titans(llama: Prepared) -> dict[int, Scheme]:
     """A step on 8 and one on 128 ranks, as torchtitan has FSDP2 do it."""
-    options = {**CONVENTIONS["fsdp2"].options(3), **llama.options}
-    schemes = {ranks: Scheme(ZeRO3, llama.model, ranks, ring=DryRing(ranks), **options) for ranks in TORCHTITAN}
+    options = CONVENTIONS["fsdp2"].options(ZeRO3)
+    schemes = {ranks: ZeRO3(llama.model, ranks, options, ring=DryRing(ranks), **llama.options) for ranks in TORCHTITAN}
     for scheme in schemes.values():
         scheme.step(llama.batch)
     return schemes
 
 
 @pytest.mark.parametrize("ranks", TORCHTITAN)
-def test_torchtitans_peak(llama: Ready, titans: dict[int, Scheme], ranks: int) -> None:
+def test_torchtitans_peak(llama: Prepared, titans: dict[int, Scheme], ranks: int) -> None:
     """What is allocated at the peak is less than what torchtitan's allocator reserved, and what lies between has names.
 
     * FSDP2 keeps the root's parameters (here the embedding, the last norm and the head) from forward to

@@ -1,6 +1,6 @@
 """The simulator against real ranks: every number, on both kinds of collectives; and checks that can fail."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -9,13 +9,13 @@ import pytest
 
 from zerosim.bands import Band
 from zerosim.real_ranks import corroborate
-from zerosim.real_ranks import setup as agreed
-from zerosim.real_ranks.launch import Group, Nursery
-from zerosim.real_ranks.meter import HEADER
+from zerosim.real_ranks.cases import cases
+from zerosim.real_ranks.launch import ForkServer, Group
 from zerosim.records import real_ranks as corroborate_records
 from zerosim.records.files import ResultsError
 from zerosim.records.real_ranks import COLLECTIVES, EXTRA_HOP, Corroboration, Fault, Flow, RankRecord, Run, Settings
-from zerosim.schemes import SCHEMES
+from zerosim.stages import SCHEMES, Stage
+from zerosim.worlds.gloo import HEADER
 
 pytestmark = pytest.mark.skipif(
     find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
@@ -24,41 +24,44 @@ counted = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this pl
 
 FOUR, FIVE = 4, 5  # with 4 every layer divides, with 5 none does
 TIMEOUT = 60.0
+MINE = Stage("mine", optimizer=True, grads=True)
 WIDTHS = [64, 128, 128, 64]
 N_PARAMS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64
 
 
-def settings(ranks: int, precisions: list[str], fault: Fault | None = None) -> Settings:
+def settings(
+    ranks: int, precisions: list[str], fault: Fault | None = None, rows: Sequence[Stage] = SCHEMES
+) -> Settings:
     return Settings(
         ranks=ranks, steps=2, batch=3, seed=7, model_seed=0, widths=WIDTHS, collectives=list(COLLECTIVES),
-        precisions=precisions, wire="fp32", backend="gloo", fault=fault,
+        precisions=precisions, wire="fp32", backend="gloo", fault=fault, rows=list(rows),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
         yield started
 
 
-def run(nursery: Nursery, asked: Settings) -> Corroboration:
-    with Group(nursery, asked.ranks) as group:
+def run(server: ForkServer, asked: Settings) -> Corroboration:
+    with Group(server, asked.ranks) as group:
         return corroborate.on(group, corroborate.jobs(group, asked, TIMEOUT), lambda doing: None, TIMEOUT)
 
 
 @pytest.fixture(scope="module")
-def four(nursery: Nursery) -> Corroboration:
-    return run(nursery, settings(FOUR, list(corroborate_records.RECIPES)))
+def four(server: ForkServer) -> Corroboration:
+    return run(server, settings(FOUR, list(corroborate_records.RECIPES)))
 
 
 @pytest.fixture(scope="module")
-def five(nursery: Nursery) -> Corroboration:
-    return run(nursery, settings(FIVE, ["mixed"]))
+def five(server: ForkServer) -> Corroboration:
+    return run(server, settings(FIVE, ["mixed"], rows=[*SCHEMES, MINE]))
 
 
 @pytest.fixture(params=["four", "five"])
 def found(request: pytest.FixtureRequest) -> Corroboration:
-    """Once on 4 ranks in every precision, and once on 5 in mixed precision."""
+    """Once on 4 ranks in every precision, and once on 5 in mixed precision, with a row that is not built in."""
     record = request.getfixturevalue(request.param)
     assert isinstance(record, Corroboration)
     return record
@@ -79,9 +82,9 @@ def test_everything_is_equal(found: Corroboration) -> None:
     assert [str(failure) for failure in found.failures] == []
     assert found.complete, found.ended
     asked = found.settings
-    expected = [(plan.stage.name, plan.collectives, plan.precision) for plan in agreed.plans(asked)]
-    assert len(expected) == len(SCHEMES) * 2 * len(asked.precisions)
-    assert [(each.scheme, each.collectives, each.precision) for each in found.runs] == expected
+    expected = [(case.row, case.collectives, case.precision) for case in cases(asked)]
+    assert len(expected) == len(asked.rows) * 2 * len(asked.precisions)
+    assert [(each.row, each.collectives, each.precision) for each in found.runs] == expected
     for each in found.runs:
         assert each.complete
         assert [rank.rank for rank in each.ranks] == list(range(asked.ranks))
@@ -93,12 +96,8 @@ def test_every_bit_of_every_rank_is_compared(found: Corroboration) -> None:
     n = found.settings.ranks
     chunk = sum(-(-(a * b + b) // n) for a, b in pairwise(WIDTHS))
     for each in found.runs:
-        sharded = {"data parallel": (), "ZeRO-1": Band.MASTER, "ZeRO-2": Band.MASTER, "ZeRO-3": Band.PARAMS}[
-            each.scheme
-        ]
         bands = [Band.PARAMS, *([Band.MASTER] if each.precision != "fp32" else []), Band.EXP_AVG, Band.EXP_AVG_SQ]
-        whole = {Band.PARAMS} if sharded == Band.MASTER else set() if sharded else set(bands)
-        assert each.compared == {band: 2 * n * chunk * (n if band in whole else 1) for band in bands}
+        assert each.compared == {band: 2 * n * chunk * (1 if each.row.shards(band) else n) for band in bands}
         assert set(each.differing.values()) == {0}
         assert each.losses == each.losses_simulated
 
@@ -166,7 +165,7 @@ def test_the_record_is_written_and_read(four: Corroboration, tmp_path: Path) -> 
     path = tmp_path / "corroborate.json"
     corroborate_records.save(four, path)
     assert corroborate_records.load(path) == four
-    path.write_bytes(path.read_bytes().replace(b"zerosim.corroborate/1", b"zerosim.corroborate/0"))
+    path.write_bytes(path.read_bytes().replace(b"zerosim.corroborate/2", b"zerosim.corroborate/0"))
     with pytest.raises(ResultsError, match=r"its schema is 'zerosim\.corroborate/0'"):
         corroborate_records.load(path)
     path.write_bytes(path.read_bytes()[:1000])
@@ -179,9 +178,9 @@ def test_the_record_is_written_and_read(four: Corroboration, tmp_path: Path) -> 
 # -- the checks can fail
 
 
-def test_one_flipped_bit_is_found(nursery: Nursery) -> None:
+def test_one_flipped_bit_is_found(server: ForkServer) -> None:
     """A parameter that is off by its lowest bit on one rank fails the check of bits, there and nowhere else."""
-    record = run(nursery, settings(FOUR, ["mixed"], Fault(kind="bit", rank=2, step=2)))
+    record = run(server, settings(FOUR, ["mixed"], Fault(kind="bit", rank=2, step=2)))
     assert record.complete
     assert len(record.failures) == len(record.runs)
     for each, failure in zip(record.runs, record.failures, strict=True):
@@ -191,9 +190,9 @@ def test_one_flipped_bit_is_found(nursery: Nursery) -> None:
 
 
 @counted
-def test_one_hop_sent_twice_is_found(nursery: Nursery) -> None:
+def test_one_hop_sent_twice_is_found(server: ForkServer) -> None:
     """Bytes that nobody booked fail the check of bytes by both meters, on the two ranks that they concern, no other."""
-    record = run(nursery, settings(FOUR, ["mixed"], Fault(kind="hop", rank=2, step=2)))
+    record = run(server, settings(FOUR, ["mixed"], Fault(kind="hop", rank=2, step=2)))
     assert record.complete
     payload, source, destination = EXTRA_HOP, 2 * HEADER, HEADER
     for each in record.runs:

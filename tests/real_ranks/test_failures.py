@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 import zerosim
-from zerosim.real_ranks import corroborate, rendezvous
-from zerosim.real_ranks import setup as agreed
-from zerosim.real_ranks.coordinator import Hub, RankFailure
-from zerosim.real_ranks.launch import Group, Nursery, NurseryError, loopback
-from zerosim.real_ranks.messages import Arrived, Bye, Hello, Job, Line, Trouble
+from zerosim.real_ranks import agreement, corroborate, rendezvous
+from zerosim.real_ranks.connection import Arrived, Bye, Connection, Hello, Job, Trouble
+from zerosim.real_ranks.coordinator import Coordinator, RankFailure
+from zerosim.real_ranks.launch import ForkServer, ForkServerError, Group, loopback
 from zerosim.records.real_ranks import Corroboration, Fault, Settings
+from zerosim.stages import SCHEMES
 
 torch_needed = pytest.mark.skipif(
     find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
@@ -38,13 +38,13 @@ SLACK = 10.0  # seconds for a machine with other things to do
 def settings(fault: Fault | None = None, ranks: int = FOUR, steps: int = 2) -> Settings:
     return Settings(
         ranks=ranks, steps=steps, batch=3, seed=7, model_seed=0, widths=[5, 7, 3], collectives=["ring", "native"],
-        precisions=["mixed"], wire="fp32", backend="gloo", fault=fault,
+        precisions=["mixed"], wire="fp32", backend="gloo", fault=fault, rows=list(SCHEMES),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
         yield started
 
 
@@ -57,7 +57,9 @@ class Ending(NamedTuple):
     scratch: Path
 
 
-def run(nursery: Nursery, asked: Settings, timeout: float, advance: corroborate.Advance = lambda doing: None) -> Ending:
+def run(
+    server: ForkServer, asked: Settings, timeout: float, advance: corroborate.Advance = lambda doing: None
+) -> Ending:
     since = time.monotonic()
 
     def note(doing: str) -> None:
@@ -65,7 +67,7 @@ def run(nursery: Nursery, asked: Settings, timeout: float, advance: corroborate.
         since = time.monotonic()
         advance(doing)
 
-    with Group(nursery, asked.ranks) as group:
+    with Group(server, asked.ranks) as group:
         found = corroborate.on(group, corroborate.jobs(group, asked, timeout), note, timeout)
     return Ending(found, time.monotonic() - since, group.pids, Path(group.scratch))
 
@@ -88,9 +90,9 @@ def assert_kept(ending: Ending, step: int) -> None:
 
 
 @torch_needed
-def test_a_killed_rank_is_named_at_once(nursery: Nursery) -> None:
+def test_a_killed_rank_is_named_at_once(server: ForkServer) -> None:
     """It ends long before the timeout, says which rank was killed by what and where, and leaves nothing behind."""
-    ending = run(nursery, settings(Fault(kind="kill", rank=2, step=2)), TIMEOUT)
+    ending = run(server, settings(Fault(kind="kill", rank=2, step=2)), TIMEOUT)
     assert ending.found.ended == "Rank 2 was killed by SIGKILL, in data parallel, ring, mixed: step 2 of 2."
     assert ending.seconds < SLACK < TIMEOUT
     assert_kept(ending, 2)
@@ -98,10 +100,10 @@ def test_a_killed_rank_is_named_at_once(nursery: Nursery) -> None:
 
 
 @torch_needed
-def test_a_stopped_rank_is_named_within_the_timeout(nursery: Nursery) -> None:
+def test_a_stopped_rank_is_named_within_the_timeout(server: ForkServer) -> None:
     """It is the stopped rank that is named, not those that wait for it; it is killed, and nothing is left behind."""
     timeout = 5.0
-    ending = run(nursery, settings(Fault(kind="stop", rank=1, step=2)), timeout)
+    ending = run(server, settings(Fault(kind="stop", rank=1, step=2)), timeout)
     assert ending.found.ended == (
         "Rank 1 was stopped by SIGSTOP and did not go on, in data parallel, ring, mixed: step 2 of 2."
     )
@@ -111,9 +113,9 @@ def test_a_stopped_rank_is_named_within_the_timeout(nursery: Nursery) -> None:
 
 
 @torch_needed
-def test_a_rank_that_goes_on_does_no_harm(nursery: Nursery) -> None:
+def test_a_rank_that_goes_on_does_no_harm(server: ForkServer) -> None:
     """A rank that is stopped for a moment and continued delays the others, and everything is equal in the end."""
-    with Group(nursery, FOUR) as group:
+    with Group(server, FOUR) as group:
         timers: list[threading.Timer] = []
 
         def pause(doing: str) -> None:
@@ -130,14 +132,14 @@ def test_a_rank_that_goes_on_does_no_harm(nursery: Nursery) -> None:
 
 
 @torch_needed
-def test_an_interrupt_keeps_what_was_found(nursery: Nursery) -> None:
+def test_an_interrupt_keeps_what_was_found(server: ForkServer) -> None:
     """Ctrl-C in the middle of a run ends it there; what was found is marked incomplete, and nothing is left behind."""
 
     def interrupt(doing: str) -> None:
         if doing.endswith("step 2 of 2"):
             signal.raise_signal(signal.SIGINT)
 
-    ending = run(nursery, settings(), TIMEOUT, interrupt)
+    ending = run(server, settings(), TIMEOUT, interrupt)
     assert ending.found.ended == corroborate.INTERRUPTED
     assert ending.seconds < SLACK
     assert_kept(ending, 2)
@@ -149,9 +151,9 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """A command that is killed outright cannot tidy up; its ranks end, even a stopped one, and their folder goes."""
     code = (
         "import sys, signal\n"
-        "from zerosim.real_ranks.launch import Group, Nursery\n"
-        "group = Group(Nursery(), 2)\n"
-        "print(group.nursery.pid, *group.pids, group.scratch, flush=True)\n"
+        "from zerosim.real_ranks.launch import Group, ForkServer\n"
+        "group = Group(ForkServer(), 2)\n"
+        "print(group.server.pid, *group.pids, group.scratch, flush=True)\n"
         "signal.pause()\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
@@ -187,10 +189,10 @@ def orders(group: Group, changed: int, **change: object) -> list[Job]:
     ],
     ids=["settings", "world size"],
 )
-def test_ranks_that_disagree_refuse_to_start(nursery: Nursery, change: dict[str, object], says: str) -> None:
+def test_ranks_that_disagree_refuse_to_start(server: ForkServer, change: dict[str, object], says: str) -> None:
     """One that was told something else is named, with what differs and how, before any step; all go home unharmed."""
-    with Group(nursery, FOUR) as group:
-        with pytest.raises(corroborate.Disagreement) as caught:
+    with Group(server, FOUR) as group:
+        with pytest.raises(agreement.Disagreement) as caught:
             corroborate.on(group, orders(group, 2, **change), lambda doing: pytest.fail(doing), TIMEOUT)
         assert str(caught.value) == f"The ranks do not agree, and nothing was run: {says}."
         found = corroborate.on(group, corroborate.jobs(group, settings(), TIMEOUT), lambda doing: None, TIMEOUT)
@@ -199,27 +201,27 @@ def test_ranks_that_disagree_refuse_to_start(nursery: Nursery, change: dict[str,
 
 
 @torch_needed
-def test_another_version_of_the_code_is_refused(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_the_code_is_refused(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the ranks run other sources than the command, nothing is run."""
-    monkeypatch.setattr(agreed, "code_version", lambda: "another")
-    with Group(nursery, 2) as group, pytest.raises(corroborate.Disagreement, match="the command has code 'another'"):
+    monkeypatch.setattr(agreement, "code_version", lambda: "another")
+    with Group(server, 2) as group, pytest.raises(agreement.Disagreement, match="the command has code 'another'"):
         corroborate.on(group, corroborate.jobs(group, settings(ranks=2), TIMEOUT), lambda doing: None, TIMEOUT)
 
 
 def test_the_version_of_the_code_is_that_of_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A copy of the sources has the same version, and one byte more or a file more another; caches do not count."""
-    here = agreed.code_version()
+    here = agreement.code_version()
     copy = tmp_path / "copy"
     shutil.copytree(Path(zerosim.__file__).parent, copy)
-    monkeypatch.setattr(agreed, "SOURCES", copy)
-    assert agreed.code_version() == here
+    monkeypatch.setattr(agreement, "SOURCES", copy)
+    assert agreement.code_version() == here
     (copy / "note.txt").touch()
-    assert agreed.code_version() == here
-    (copy / "corroboration" / "new.py").touch()
-    changed = agreed.code_version()
-    with (copy / "data.py").open("a") as file:
+    assert agreement.code_version() == here
+    (copy / "real_ranks" / "new.py").touch()
+    changed = agreement.code_version()
+    with (copy / "stages.py").open("a") as file:
         file.write("\n")
-    assert len({here, changed, agreed.code_version()}) == 3
+    assert len({here, changed, agreement.code_version()}) == 3
 
 
 def test_whoever_differs_from_most_is_named() -> None:
@@ -230,80 +232,80 @@ def test_whoever_differs_from_most_is_named() -> None:
         "rank 2": {"steps": 3, "code": "a"},
         "the command": {"code": "a"},
     }
-    assert corroborate.differences(beliefs) == [
+    assert agreement.differences(beliefs) == [
         "rank 2 has steps 3 where most have 2",
         "rank 0 has code 'b' where most have 'a'",
     ]
-    assert corroborate.differences({"rank 0": {"steps": 2}, "rank 1": {"steps": 2}}) == []
+    assert agreement.differences({"rank 0": {"steps": 2}, "rank 1": {"steps": 2}}) == []
 
 
-# -- the hub, without ranks
+# -- the coordinator, without ranks
 
 
 @pytest.fixture
-def lines() -> Iterator[tuple[list[Line], list[Line]]]:
-    """Three lines: the hub's ends and the ranks'."""
+def connections() -> Iterator[tuple[list[Connection], list[Connection]]]:
+    """Three connections: the coordinator's ends and the ranks'."""
     pairs = [socket.socketpair() for _ in range(3)]
-    ours, theirs = ([Line(pair[end]) for pair in pairs] for end in (0, 1))
+    ours, theirs = ([Connection(pair[end]) for pair in pairs] for end in (0, 1))
     yield ours, theirs
-    for line in ours + theirs:
-        line.close()
+    for connection in ours + theirs:
+        connection.close()
 
 
-def test_messages_come_in_the_order_of_ranks(lines: tuple[list[Line], list[Line]]) -> None:
+def test_messages_come_in_the_order_of_ranks(connections: tuple[list[Connection], list[Connection]]) -> None:
     """Whoever speaks first, answers are by rank; one that runs ahead is heard in its turn."""
-    ours, theirs = lines
-    hub = Hub(ours, TIMEOUT)
+    ours, theirs = connections
+    coordinator = Coordinator(ours, TIMEOUT)
     theirs[2].send(Arrived())
     theirs[2].send(Bye(text="2", code=0))
     for rank in (1, 0):
         theirs[rank].send(Arrived())
-    assert hub.gather(Arrived, "a test") == [Arrived()] * 3
+    assert coordinator.gather(Arrived, "a test") == [Arrived()] * 3
     for rank in (1, 0):
         theirs[rank].send(Bye(text=str(rank), code=0))
-    assert [bye.text for bye in hub.gather(Bye, "a test")] == ["0", "1", "2"]
+    assert [bye.text for bye in coordinator.gather(Bye, "a test")] == ["0", "1", "2"]
 
 
-def test_a_closed_line_names_its_rank(lines: tuple[list[Line], list[Line]]) -> None:
-    """A rank whose line closes without a word is to blame, not those that then complain."""
-    ours, theirs = lines
+def test_a_closed_connection_names_its_rank(connections: tuple[list[Connection], list[Connection]]) -> None:
+    """A rank whose connection closes without a word is to blame, not those that then complain."""
+    ours, theirs = connections
     theirs[0].send(Trouble(text="connection reset"))
     theirs[1].close()
     with pytest.raises(RankFailure, match=r"^Rank 1 closed its connection without a word, in a test\.$") as caught:
-        Hub(ours, TIMEOUT).gather(Arrived, "a test")
+        Coordinator(ours, TIMEOUT).gather(Arrived, "a test")
     assert caught.value.ranks == [1]
 
 
-def test_a_silent_rank_is_named_when_others_give_up(lines: tuple[list[Line], list[Line]]) -> None:
+def test_a_silent_rank_is_named_when_others_give_up(connections: tuple[list[Connection], list[Connection]]) -> None:
     """If all but one say that they gave up waiting, it is the silent one that is to blame."""
-    ours, theirs = lines
+    ours, theirs = connections
     for rank in (0, 2):
         theirs[rank].send(Trouble(text="timed out"))
     with pytest.raises(
         RankFailure,
         match=r"^Rank 1 said nothing, in a test, and others gave up: Rank 0: timed out; Rank 2: timed out\.$",
     ) as caught:
-        Hub(ours, 0.5).gather(Arrived, "a test")
+        Coordinator(ours, 0.5).gather(Arrived, "a test")
     assert caught.value.ranks == [1]
 
 
-def test_an_error_is_passed_on(lines: tuple[list[Line], list[Line]]) -> None:
+def test_an_error_is_passed_on(connections: tuple[list[Connection], list[Connection]]) -> None:
     """A rank's own error is told in its words when nobody else is to blame."""
-    ours, theirs = lines
+    ours, theirs = connections
     theirs[0].send(Arrived())
     theirs[1].send(Trouble(text="ValueError: no such thing"))
     theirs[2].send(Arrived())
     with pytest.raises(RankFailure, match=r"Errors in a test: Rank 1: ValueError: no such thing"):
-        Hub(ours, 0.5).gather(Arrived, "a test")
+        Coordinator(ours, 0.5).gather(Arrived, "a test")
 
 
-def test_silence_ends_with_the_timeout(lines: tuple[list[Line], list[Line]]) -> None:
+def test_silence_ends_with_the_timeout(connections: tuple[list[Connection], list[Connection]]) -> None:
     """Ranks that say nothing at all are named after the timeout, and one that has answered is not."""
-    ours, theirs = lines
+    ours, theirs = connections
     theirs[1].send(Arrived())
     since = time.monotonic()
     with pytest.raises(RankFailure, match=r"^Rank 0 and Rank 2 made no progress for 0\.2 s, in a test\."):
-        Hub(ours, 0.2).gather(Arrived, "a test")
+        Coordinator(ours, 0.2).gather(Arrived, "a test")
     assert 0.2 <= time.monotonic() - since < SLACK
 
 
@@ -319,23 +321,23 @@ def assemble(*callers: Hello | bytes, timeout: float = TIMEOUT) -> list[Hello]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-        Line(theirs).send(hello(0, 3))
+        Connection(theirs).send(hello(0, 3))
         for caller in callers:
             sock = stack.enter_context(socket.create_connection(server.getsockname()))
             if isinstance(caller, Hello):
-                Line(sock).send(caller)
+                Connection(sock).send(caller)
             else:
                 sock.sendall(caller)
                 sock.shutdown(socket.SHUT_WR)
-        hub = rendezvous._assemble(server, Line(ours), 3, timeout)
-        hellos = hub.gather(Hello, "a test")
-        for line in hub.lines:
-            line.close()
+        coordinator = rendezvous._assemble(server, Connection(ours), 3, timeout)
+        hellos = coordinator.gather(Hello, "a test")
+        for connection in coordinator.connections:
+            connection.close()
         return hellos
 
 
 def test_ranks_are_put_in_order() -> None:
-    """Whoever calls first, line r leads to rank r; a caller that is no rank is turned away."""
+    """Whoever calls first, connection r leads to rank r; a caller that is no rank is turned away."""
     garbage = (3).to_bytes(8, "big") + b"abc"
     assert [each.rank for each in assemble(hello(2, 3), garbage, b"GET / HTTP/1.1", hello(1, 3))] == [0, 1, 2]
 
@@ -350,7 +352,7 @@ def test_ranks_are_put_in_order() -> None:
 )
 def test_ranks_of_another_world_are_refused(callers: list[Hello], says: str) -> None:
     """They are named as soon as they come, and nobody waits for the rest."""
-    with pytest.raises(corroborate.Disagreement, match=f"nothing was run: {says}"):
+    with pytest.raises(agreement.Disagreement, match=f"nothing was run: {says}"):
         assemble(*callers)
 
 
@@ -366,10 +368,10 @@ def test_ranks_that_do_not_come_are_named() -> None:
 # -- starting
 
 
-def test_a_nursery_that_cannot_start_says_why() -> None:
+def test_a_server_that_cannot_start_says_why() -> None:
     """The error ends with what the process printed."""
-    with pytest.raises(NurseryError, match=r"No module named 'zerosim\.absent'"):
-        Nursery("zerosim.absent")
+    with pytest.raises(ForkServerError, match=r"No module named 'zerosim\.absent'"):
+        ForkServer("zerosim.absent")
 
 
 def test_loopback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zerosim.real_ranks import meter
-from zerosim.real_ranks.messages import Arrived, Line
-from zerosim.real_ranks.meter import HEADER, MAX_SEGMENT, Counters, Kernel, Moved, Op
+from zerosim.real_ranks.connection import Arrived, Connection
+from zerosim.real_ranks.meter import Counters, Kernel
 
 counted = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this platform has no /proc/self/io")
 
@@ -39,9 +39,9 @@ def test_what_is_written_is_counted_to_the_byte(tmp_path: Path) -> None:
 
 
 @counted
-def test_messages_on_a_line_are_not_counted() -> None:
+def test_messages_on_a_connection_are_not_counted() -> None:
     """What ranks say to whoever watches them does not show in the counter that they are watched by."""
-    ours, theirs = (Line(end) for end in socket.socketpair())
+    ours, theirs = (Connection(end) for end in socket.socketpair())
     kernel = Kernel([])
     before = kernel.read()
     ours.send(Arrived())
@@ -93,47 +93,3 @@ def test_what_cannot_be_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernel.read() == nothing
     assert kernel.read().since(Counters(1, 2, 3)) == nothing
     kernel.close()
-
-
-# -- the model
-
-
-def test_a_message_costs_three_headers() -> None:
-    """Its source sends two headers and its destination one, so that who sends and receives one pays for three."""
-    assert Moved(messages_sent=1).framing() == (2 * HEADER, HEADER)
-    assert Moved(messages_received=1).framing() == (HEADER, 2 * HEADER)
-    assert Moved(messages_sent=5, messages_received=5).framing() == (5 * 3 * HEADER,) * 2
-
-
-@pytest.mark.parametrize(
-    ("op", "nbytes", "payload", "messages"),
-    [
-        (Op.ALL_REDUCE, 16_000, 2 * 3 * 4_000, 2 * 3 * 2),
-        (Op.REDUCE_SCATTER, 16_000, 2 * 3 * 4_000, 2 * 3 * 2),
-        (Op.ALL_GATHER, 16_000, 3 * 4_000, 3 * 2),
-        (Op.ALL_REDUCE, 4 * 3 * MAX_SEGMENT, 2 * 3 * 3 * MAX_SEGMENT, 2 * 3 * 3),
-        (Op.ALL_REDUCE, 4 * 2 * MAX_SEGMENT + 16, 2 * 3 * (2 * MAX_SEGMENT + 4), 2 * 3 * 3),
-        (Op.ALL_GATHER, 4 * 3 * MAX_SEGMENT, 3 * 3 * MAX_SEGMENT, 3 * 2),
-    ],
-)
-def test_gloo_moves_this_on_four_ranks(op: Op, nbytes: int, payload: int, messages: int) -> None:
-    """Payload and messages of each collective, both ways; a chunk goes in two segments, or more of 1 MiB at most."""
-    assert meter.moved(op, nbytes, 4) == (payload, payload, messages, messages)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7])
-def test_only_reduce_scatter_departs_from_the_textbook(size: int) -> None:
-    """gloo's payloads are the textbook's, but a reduce-scatter costs as much as the all-reduce that it is."""
-    nbytes = size * 1013
-    for op in Op:
-        expected = meter.textbook(Op.ALL_REDUCE if op is Op.REDUCE_SCATTER else op, nbytes, size)
-        assert meter.moved(op, nbytes, size)[:2] == expected[:2]
-    assert meter.textbook(Op.REDUCE_SCATTER, nbytes, size).sent == (size - 1) * 1013
-    assert meter.moved(Op.REDUCE_SCATTER, nbytes, size).sent == 2 * (size - 1) * 1013
-
-
-def test_totals_add_up_field_by_field() -> None:
-    """A hop is what was sent and what was received, and the total of nothing is nothing."""
-    hop = meter.total([meter.moved(Op.SEND, 7, 3), meter.moved(Op.RECEIVE, 11, 3)])
-    assert hop == Moved(sent=7, received=11, messages_sent=1, messages_received=1)
-    assert meter.total([]) == Moved()

@@ -36,7 +36,8 @@ from zerosim.records import results
 from zerosim.records.results import Results, Settings
 from zerosim.report import colors as palette
 from zerosim.report import plots
-from zerosim.schemes import SCHEMES
+from zerosim.report.looks import look, looks
+from zerosim.stages import SCHEMES, Stage
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -51,13 +52,17 @@ SETTINGS = Settings(
 )  # fmt: skip
 
 
+MINE = Stage("mine", optimizer=True, grads=True)
+TEN = (*SCHEMES, MINE, *(Stage(f"row {6 + place}", *[True] * (place % 4)) for place in range(5)))
+
+
 @functools.cache
 def _small_card(capacity: int) -> Results:
     return lab.run(replace(SETTINGS, capacity=capacity))
 
 
 def _card(whole: Results) -> Results:
-    """A card that is one byte too small for ZeRO-2: what needs more than that dies, ZeRO-3 lives."""
+    """A card that is one byte too small for ZeRO-2: what needs more than that runs out of memory, ZeRO-3 fits."""
     return _small_card(whole.scheme("ZeRO-2").steps[-1].peak.total - 1)
 
 
@@ -72,18 +77,23 @@ def _unlike(whole: Results) -> Results:
     return replace(whole, differences=differences)
 
 
+@functools.cache
+def _ten_rows() -> Results:
+    return lab.run(replace(SETTINGS, ranks=2, steps=1), rows=TEN)
+
+
 CASES: dict[str, Callable[[Results], Results]] = {
     "whole": lambda whole: whole,
-    "some die": _card,
-    "all die": lambda _: lab.run(replace(SETTINGS, capacity=64)),
+    "some run out": _card,
+    "all run out": lambda _: lab.run(replace(SETTINGS, capacity=64)),
     "one rank": lambda _: lab.run(replace(SETTINGS, ranks=1)),
     "one step, fp32": lambda _: lab.run(replace(SETTINGS, steps=1, precision="fp32")),
-    "11 ranks, bf16": lambda _: lab.run(replace(SETTINGS, ranks=11, steps=1, precision="bf16", wire="bf16")),
     "deep, gathered at once": lambda _: lab.run(
         replace(SETTINGS, ranks=2, steps=1, widths=[7, *[11] * 7, 7], gather="model")
     ),
     "unlike": _unlike,
     "no sweep": lambda whole: replace(whole, sweep=[]),
+    "ten rows": lambda _: _ten_rows(),
 }
 
 
@@ -136,7 +146,7 @@ def words(figure: Figure) -> str:
 
 def panels(figure: Figure) -> Iterator[tuple[str, Axes, Axes]]:
     """The timeline's columns: scheme, panel of all bands, panel of the transient ones."""
-    for above, below in zip(figure.axes[:4], figure.axes[4:], strict=True):
+    for above, below in zip(figure.axes[::2], figure.axes[1::2], strict=True):
         yield above.get_title("left"), above, below
 
 
@@ -209,12 +219,12 @@ def test_loss_without_master_weights(whole: Results) -> None:
 
 
 def test_stacked_bands_are_what_was_held(case: Results, case_figures: dict[str, Figure]) -> None:
-    """At each event the bands' heights sum to the bytes that the record says were held, dead or alive."""
+    """At each event the bands' heights sum to the bytes that the record says were held, also where memory ran out."""
     for name, above, _ in panels(case_figures["timeline"]):
         record = case.scheme(name)
         held = sum((heights(patch) for patch in stacks(above).values()), np.zeros(len(record.events) + 1))
         assert held[1:].tolist() == [event.held for event in record.events]
-        if record.steps and not record.death:
+        if record.steps and not record.out_of_memory:
             assert held[0] == sum(record.steps[-1].resident.values())
 
 
@@ -256,9 +266,10 @@ def test_rows_share_a_scale(drawn: dict[str, Figure]) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_all_schemes_are_named(key: str, case_figures: dict[str, Figure], case: Results) -> None:
-    """Each figure names the four schemes, but for those of which it has nothing to draw."""
-    expected = {row.scheme for row in case.sweep if row.survives} if key in ("memory", "traffic") else set(NAMES)
-    assert {name for name in NAMES if re.search(f"^{name}", words(case_figures[key]), re.M)} == expected
+    """Each figure names all schemes, but for those of which it has nothing to draw."""
+    names = {record.name for record in case.schemes}
+    expected = {row.scheme for row in case.sweep if row.fits} if key in ("memory", "traffic") else names
+    assert {name for name in names if re.search(f"^{name}", words(case_figures[key]), re.M)} == expected
 
 
 def test_alike_is_said_only_of_what_is(whole: Results) -> None:
@@ -292,23 +303,23 @@ def test_equal_traffic_is_said_only_of_what_is_equal(whole: Results) -> None:
     assert "under data parallel and ZeRO-1, " in words(plots.traffic(replace(whole, sweep=rows)))
 
 
-def test_the_dead(whole: Results) -> None:
-    """Who died is said, with what it asked for; a run that did not survive leaves no point, and no zero."""
+def test_schemes_out_of_memory(whole: Results) -> None:
+    """Who ran out of memory is said, with what it asked for; a run that did leaves no point, and no zero."""
     run = _card(whole)
-    dead = [record.name for record in run.schemes if record.death]
-    assert dead == NAMES[:3]
+    short = [record.name for record in run.schemes if record.out_of_memory]
+    assert short == NAMES[:3]
     found = plots.figures(run)
     assert "not enough for data parallel, ZeRO-1 and ZeRO-2" in words(found["timeline"])
-    death = run.scheme("ZeRO-2").death
-    assert death is not None
-    assert f"+{death.asked} B {death.band}" in words(found["timeline"])
+    shortage = run.scheme("ZeRO-2").out_of_memory
+    assert shortage is not None
+    assert f"+{shortage.asked} B {shortage.band}" in words(found["timeline"])
     for key in ("memory", "traffic"):
         [axes] = found[key].axes
         for name in NAMES:
             label = f"{name}, at rest" if key == "memory" else name
-            alive = [row.ranks for row in run.sweep if row.scheme == name and row.survives]
+            fitting = [row.ranks for row in run.sweep if row.scheme == name and row.fits]
             lines = [line for line in axes.get_lines() if line.get_label() == label]
-            assert [x for line in lines for x in line.get_xdata()] == alive  # type: ignore[union-attr]
+            assert [x for line in lines for x in line.get_xdata()] == fitting  # type: ignore[union-attr]
 
 
 # -- the look
@@ -316,10 +327,9 @@ def test_the_dead(whole: Results) -> None:
 
 def test_colours_agree(drawn: dict[str, Figure]) -> None:
     """A scheme and a band have their one colour wherever they are drawn."""
-    assert list(palette.SCHEMES) == NAMES
     assert list(palette.BANDS) == list(Band)
-    for name in NAMES:
-        colour = palette.SCHEMES[name].lower()
+    for place, name in enumerate(NAMES):
+        colour = look(place).color.lower()
         lines = [
             line
             for key in KEYS[:3]
@@ -329,9 +339,9 @@ def test_colours_agree(drawn: dict[str, Figure]) -> None:
         ]
         assert len(lines) == 2 + 2 + 1
         assert {to_hex(line.get_color()) for line in lines} == {colour}
-    for name, above, below in panels(drawn["timeline"]):
+    for place, (name, above, below) in enumerate(panels(drawn["timeline"])):
         [title] = [text for text in above.findobj(Text) if isinstance(text, Text) and text.get_text() == name]
-        assert to_hex(title.get_color()) == palette.SCHEMES[name].lower()
+        assert to_hex(title.get_color()) == look(place).color.lower()
         for band, patch in [*stacks(above).items(), *stacks(below).items()]:
             assert to_hex(patch.get_facecolor()) == palette.BANDS[band].lower()
     [legend] = drawn["timeline"].legends
@@ -341,6 +351,34 @@ def test_colours_agree(drawn: dict[str, Figure]) -> None:
     }
     elsewhere = {Band.MAIN_GRADS, Band.MOMENTUM, Band.BUFFERS, Band.BUCKET}
     assert keys == {band: colour.lower() for band, colour in palette.BANDS.items() if band not in elsewhere}
+
+
+def test_a_row_of_ones_own_is_drawn_like_any_other() -> None:
+    """A fifth row, the caller's own, has a name, curve, panel, colour and mark of its own in every figure."""
+    found = _ten_rows()
+    drawn = plots.figures(found)
+    mine = look(TEN.index(MINE))
+    for key, label in (("memory", "mine, at rest"), ("traffic", "mine")):
+        [axes] = drawn[key].axes
+        twin, line = (
+            next(line for line in axes.get_lines() if line.get_label() == each)
+            for each in (label.replace("mine", "ZeRO-2"), label)
+        )
+        assert (line.get_color(), line.get_marker()) == (mine.color, mine.marker)
+        assert points(line) == points(twin)
+        assert line.get_markersize() < twin.get_markersize()  # so that both are seen
+    assert [name for name, _, _ in panels(drawn["timeline"])] == [row.name for row in TEN]
+    assert "10 schemes, one curve" in words(drawn["loss"])
+
+
+def test_a_look_follows_from_the_place_alone() -> None:
+    """Other names in the same places look the same, and no two of a dozen schemes share colour and mark."""
+    assert list(looks("abcd").values()) == list(looks(NAMES).values())
+    assert len({(each.color, each.marker) for each in map(look, range(88))}) == 88
+    for one, other in itertools.combinations(map(look, range(11)), 2):
+        assert one.marker != other.marker
+        assert one.symbol != other.symbol
+        assert one.color != other.color or one.line != other.line
 
 
 def linear(colour: str) -> Array:
@@ -384,12 +422,13 @@ def oklab(rgb: Array) -> Array:
 @pytest.mark.parametrize(
     ("colours", "least"),
     [
-        (palette.SCHEMES, 0.12),
+        (dict(enumerate(palette.PLACES[:4])), 0.12),
+        (dict(enumerate(palette.PLACES)), 0.08),
         ({band: palette.BANDS[band] for band in MODEL_STATES if band is not Band.MOMENTUM}, 0.10),
     ],
-    ids=["schemes", "model states"],
+    ids=["four schemes", "eight schemes", "model states"],
 )
-def test_colours_are_told_apart(eyes: str, colours: dict[str, str], least: float) -> None:
+def test_colours_are_told_apart(eyes: str, colours: dict[Any, str], least: float) -> None:
     """No two schemes, and no two model states, look alike, whatever the eyes."""
     for one, other in itertools.combinations(colours, 2):
         seen = [oklab(np.array(EYES[eyes]) @ linear(colours[each])) for each in (one, other)]
@@ -409,7 +448,7 @@ def test_transient_bands_stand_apart(eyes: str) -> None:
 @pytest.mark.parametrize("ground", ["#FFFFFF", "#121212"])
 def test_colours_are_legible(ground: str) -> None:
     """On white and on near-black, lines have a contrast of at least 3 (WCAG 1.4.11) and areas of 2."""
-    assert min(contrast(colour, ground) for colour in palette.SCHEMES.values()) >= 3
+    assert min(contrast(colour, ground) for colour in palette.PLACES) >= 3
     assert min(contrast(colour, ground) for colour in palette.BANDS.values()) >= 2
 
 
@@ -439,7 +478,7 @@ def test_legends_cover_no_data(key: str, case_figures: dict[str, Figure]) -> Non
         assert Bbox.intersection(legend.get_window_extent(), axes.bbox) is None
 
 
-def test_four_curves_in_one_place_all_show(drawn: dict[str, Figure]) -> None:
+def test_curves_in_one_place_all_show(drawn: dict[str, Figure]) -> None:
     """Of curves and points that coincide each is smaller than the one that it lies on."""
     above, below = drawn["loss"].axes
     for axes in (above, below):
@@ -514,7 +553,8 @@ def test_settings_of_the_process_are_left_alone(whole: Results, monkeypatch: pyt
 PROGRAM = """
 import sys
 from pathlib import Path
-from zerosim import plots, results
+from zerosim.records import results
+from zerosim.report import plots
 plots.save_figures(plots.figures(results.load(Path(sys.argv[1]))), Path(sys.argv[2]))
 print(*sorted(name for name in sys.modules if name == "matplotlib.pyplot" or name.startswith("zerosim.")))
 """
@@ -528,6 +568,7 @@ def test_no_pyplot_and_no_simulator(whole: Results, tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, tmp_path / "results.json", tmp_path],
         env=environment, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    rooms = ("bands", "files", "labels", "palette", "plots", "results", "timeline")
-    assert done.stdout.split() == [f"zerosim.{room}" for room in rooms]
+    loaded = {name.removeprefix("zerosim.") for name in done.stdout.split()}
+    assert "report.plots" in loaded
+    assert not loaded & {"matplotlib.pyplot", "schemes", "ranks", "comm", "model", "theory", "lab", "worlds"}
     assert {path.stem for path in tmp_path.glob("*.png")} == set(KEYS)

@@ -32,13 +32,13 @@ def run(capacity: int | None = None) -> Results:
     return lab.run(replace(SETTINGS, capacity=capacity))
 
 
-def dying() -> Results:
-    """A card that is one byte too small for ZeRO-2: it dies within a step, and data parallel before the first."""
+def small_card() -> Results:
+    """A card that is one byte too small for ZeRO-2: it runs out within a step, and data parallel before the first."""
     peak = run().scheme("ZeRO-2").steps[-1].peak.total
     return run(peak - 1)
 
 
-@pytest.fixture(params=[run, dying], ids=["all live", "some die"])
+@pytest.fixture(params=[run, small_card], ids=["all fit", "some do not"])
 def results(request: pytest.FixtureRequest) -> Results:
     return request.param()  # type: ignore[no-any-return]
 
@@ -60,11 +60,11 @@ def of_rank(results: Results, scheme: str, rank: int) -> list[Entry]:
     return [each for each in found if each["pid"] == process and each["ph"] != "M"]
 
 
-def lived(record: SchemeRecord) -> list[Any]:
-    """The events up to a death, after which everything is given back."""
-    if record.death is None:
+def until_the_end(record: SchemeRecord) -> list[Any]:
+    """The events until memory ran out, after which everything is given back."""
+    if record.out_of_memory is None:
         return record.events
-    held = sum(record.death.held.values())
+    held = sum(record.out_of_memory.held.values())
     last = [number for number, event in enumerate(record.events, start=1) if event.held == held]
     return record.events[: last[-1] if last else 0]
 
@@ -117,7 +117,7 @@ def test_spans_are_the_work_that_was_logged(results: Results) -> None:
     """Each computation and collective is one span on its track, ends when the log says, and has the bytes sent."""
     for record in results.schemes:
         spans = [each for each in of_rank(results, record.name, 4) if each["ph"] in "BE"]
-        work = [event for event in lived(record) if event.kind in ("compute", "send")]
+        work = [event for event in until_the_end(record) if event.kind in ("compute", "send")]
         assert len(spans) == 2 * len(work)
         for begin, end, event in zip(spans[::2], spans[1::2], work, strict=True):
             assert begin["name"] == f"{event.name} {event.unit}"
@@ -125,7 +125,7 @@ def test_spans_are_the_work_that_was_logged(results: Results) -> None:
             assert end["ts"] == round(1e6 * event.seconds, 3)
             assert begin["args"].get("bytes sent") == (event.nbytes if event.kind == "send" else None)
             assert begin["args"]["phase"] == event.phase
-        if record.death is None:
+        if record.out_of_memory is None:
             sent = sum(each["args"].get("bytes sent", 0) for each in spans[::2])
             assert sent == sum(moved.sent[4] for moved in record.steps[-1].traffic)
 
@@ -142,11 +142,11 @@ def test_counters_are_the_ledger(results: Results) -> None:
     """After every hold and free the total is the recorded one, the bands add up to it, and each is as replayed."""
     for record in results.schemes:
         counters = [each for each in of_rank(results, record.name, 1) if each["ph"] == "C"]
-        moves = [event for event in lived(record) if event.kind in ("hold", "free")]
+        moves = [event for event in until_the_end(record) if event.kind in ("hold", "free")]
         assert len(counters) == 2 * (1 + len(moves))
         held: dict[str, int] = dict(record.steps[-1].resident) if record.steps else {}
-        if record.death and not record.steps:
-            held = {band: record.death.held[band] for band in MODEL_STATES if band in record.death.held}
+        if record.out_of_memory and not record.steps:
+            held = {band: record.out_of_memory.held[band] for band in MODEL_STATES if band in record.out_of_memory.held}
         for total, bands, event in zip(counters[::2], counters[1::2], [None, *moves], strict=True):
             if event is not None:
                 held[event.name] = held.get(event.name, 0) + event.nbytes * (1 if event.kind == "hold" else -1)
@@ -158,17 +158,21 @@ def test_counters_are_the_ledger(results: Results) -> None:
             }
 
 
-def test_a_death_is_marked_and_ends_the_trace() -> None:
-    """Where a rank died it says what it asked for, at what it held then; what was given back after does not show."""
-    results = dying()
-    deaths = {record.name: record.death for record in results.schemes if record.death}
-    assert {name: death.step for name, death in deaths.items()} == {"data parallel": 0, "ZeRO-1": 1, "ZeRO-2": 1}
-    for name, death in deaths.items():
+def test_running_out_of_memory_is_marked_and_ends_the_trace() -> None:
+    """Where memory ran out it says what was asked for, at what was held then; what was given back does not show."""
+    results = small_card()
+    shortages = {record.name: record.out_of_memory for record in results.schemes if record.out_of_memory}
+    assert {name: shortage.step for name, shortage in shortages.items()} == {
+        "data parallel": 0,
+        "ZeRO-1": 1,
+        "ZeRO-2": 1,
+    }
+    for name, shortage in shortages.items():
         mine = of_rank(results, name, 2)
         [mark] = [each for each in mine if each["ph"] == "i"]
-        assert mark["name"] == f"out of memory: {death.asked} B of {death.band} asked for {death.unit}"
+        assert mark["name"] == f"out of memory: {shortage.asked} B of {shortage.band} asked for {shortage.unit}"
         assert mark["ts"] == mine[-1]["ts"]
-        assert [each for each in mine if each["ph"] == "C"][-2]["args"] == {"total": sum(death.held.values())}
+        assert [each for each in mine if each["ph"] == "C"][-2]["args"] == {"total": sum(shortage.held.values())}
 
 
 @pytest.mark.parametrize("ranks", [trace.SHOWN_RANKS, 1021])

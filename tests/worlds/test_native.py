@@ -14,8 +14,8 @@ from zerosim.comm import Comm
 from zerosim.ledger import Ledger
 from zerosim.model import MLP
 from zerosim.ranks import Ranks, Workspace
-from zerosim.real_ranks.meter import MAX_SEGMENT, segments
 from zerosim.schemes import SCHEMES, Stage
+from zerosim.worlds.gloo import MAX_SEGMENT, segments
 from zerosim.worlds.local import LocalRing
 from zerosim.worlds.native import LocalCollectives, Native, aligned
 
@@ -124,7 +124,7 @@ def test_a_scheme_trains_alike_on_either(n: int, scheme: Stage) -> None:
 def test_the_librarys_chunks_end_where_the_ranks_do(chunk: int, size: int, itemsize: int) -> None:
     """A padded buffer of N chunks is a whole number of equal segments, the same number for each rank."""
     length = aligned(chunk, size, itemsize)
-    cut = segments(size * length * itemsize, size)
+    cut = segments(size * length, itemsize, size)[0] // size
     # As gloo computes them: how many segments, how long, and how many to a chunk.
     total = size * length * itemsize
     number = -(-max(-(-total // MAX_SEGMENT), 2 * size) // size) * size

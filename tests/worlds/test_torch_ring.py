@@ -16,10 +16,11 @@ from zerosim.comm import Comm, Ring
 from zerosim.ledger import Ledger
 from zerosim.ranks import Ranks, Workspace
 from zerosim.real_ranks import meter
-from zerosim.real_ranks.coordinator import Hub
-from zerosim.real_ranks.launch import Group, Nursery
-from zerosim.real_ranks.messages import Arrived, Board, Bye, Go, Job, Line
+from zerosim.real_ranks.connection import Arrived, Bye, Connection, Go, Heartbeats, Job
+from zerosim.real_ranks.coordinator import Coordinator
+from zerosim.real_ranks.launch import ForkServer, Group
 from zerosim.records.real_ranks import Settings
+from zerosim.worlds import gloo
 from zerosim.worlds.local import LocalRing
 from zerosim.worlds.native import LocalCollectives, Native
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = [(FP32, FP32), (FP16, FP32), (FP16, FP16), (BF16, FP32), (BF16, BF16)]  # of the buffer, of the wire
-ODD, LONG = 5, 2 * meter.MAX_SEGMENT // 4 + 3  # elements of a chunk; the second takes more than two segments
+ODD, LONG = 5, 2 * gloo.MAX_SEGMENT // 4 + 3  # elements of a chunk; the second takes more than two segments
 WORLDS = (4, 5)  # with fewer, another order of summation need not show
 
 
@@ -90,21 +91,21 @@ def collect(case: Case, on: Comm, buffer: Any) -> Any:
     return buffer
 
 
-def exercise(line: Line, board: Board, rank: int) -> None:
+def exercise(connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
     """A rank's part: all cases, each between two fences; what was seen goes back as JSON."""
     from zerosim.worlds import torch_ring
 
-    job = line.receive()
+    job = connection.receive()
     assert isinstance(job, Job)
     n, known, seen = job.world, meter.tcp_sockets(), []
 
     def fence() -> None:
-        line.send(Arrived())
-        assert line.receive() == Go()
+        connection.send(Arrived())
+        assert connection.receive() == Go()
 
     store = torch_ring.file_store(Path(job.store), n)
     with torch_ring.process_group("gloo", store, rank, n, job.timeout, rank):
-        ring = torch_ring.TorchRing(rank, n, board.slot(rank))
+        ring = torch_ring.TorchRing(rank, n, heartbeats.slot(rank))
         for case in CASES[:30:5]:  # what libraries do once, they do now
             collect(case, comm(case, ring), draw(n, case)[rank : rank + 1])
         kernel = meter.Kernel(meter.tcp_sockets() - known)
@@ -120,42 +121,41 @@ def exercise(line: Line, board: Board, rank: int) -> None:
             counted = kernel.read().since(before)
             collect(case, comm(case, LocalRing(n)), data)
             bits = [np.ascontiguousarray(row).view(f"u{case.band.itemsize}") for row in (mine[0], data[rank])]
-            moved = meter.total(
-                meter.moved(op, size, n) for (op, size), times in ring.handed.items() for _ in range(times)
-            )
+            each = ((gloo.moved(gloo.Call(*call), rank, n), times) for call, times in ring.handed.items())
+            moved = gloo.total(one for one, times in each if one for _ in range(times))
             framing = moved.framing()
             expected = [moved.sent + framing[0], moved.received + framing[1]]
             seen.append(Seen(int(np.count_nonzero(bits[0] != bits[1])), expected, *counted))
         kernel.close()
-    line.send(Bye(text=json.dumps(seen), code=0))
+    connection.send(Bye(text=json.dumps(seen), code=0))
     with contextlib.suppress(EOFError):  # until all have answered
-        line.receive()
+        connection.receive()
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def server() -> Iterator[ForkServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
-        with Nursery() as started:
+        with ForkServer() as started:
             yield started
 
 
 @pytest.fixture(scope="module", params=WORLDS)
-def seen(nursery: Nursery, request: pytest.FixtureRequest) -> list[list[Seen]]:
+def seen(server: ForkServer, request: pytest.FixtureRequest) -> list[list[Seen]]:
     """For each case what each rank saw."""
     n = request.param
-    with Group(nursery, n, Path(__file__).stem, "exercise") as group:
-        hub = Hub(group.lines, 60, group)
+    with Group(server, n, Path(__file__).stem, "exercise") as group:
+        coordinator = Coordinator(group.connections, 60, group)
         nobody = Settings(
             ranks=n, steps=1, batch=1, seed=0, model_seed=0, widths=[1, 1], collectives=[], precisions=[], wire="fp32",
-            backend="gloo", fault=None,
+            backend="gloo", fault=None, rows=[],
         )  # fmt: skip
-        hub.tell(Job(rank=0, world=n, settings=nobody, store=group.new_file("store"), timeout=60))
+        coordinator.tell(Job(rank=0, world=n, settings=nobody, store=group.new_file("store"), timeout=60))
         for case in CASES:
             for _ in range(2):
-                hub.gather(Arrived, str(case))
-                hub.tell(Go())
-        by_rank = [[Seen(*each) for each in json.loads(bye.text)] for bye in hub.gather(Bye, "the end")]
+                coordinator.gather(Arrived, str(case))
+                coordinator.tell(Go())
+        by_rank = [[Seen(*each) for each in json.loads(bye.text)] for bye in coordinator.gather(Bye, "the end")]
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 

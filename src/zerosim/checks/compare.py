@@ -20,9 +20,10 @@ import numpy as np
 
 from zerosim import theory
 from zerosim.bands import MODEL_STATES, Array, Band
+from zerosim.buckets import Bucket
 from zerosim.checks.reference import Reference
 from zerosim.ledger import Event, EventKind, Report
-from zerosim.records.results import Check, Death, Difference, Failure
+from zerosim.records.results import Check, Difference, Failure, OutOfMemoryRecord
 from zerosim.schemes import Scheme
 
 PLAIN = ", against plain training"
@@ -30,9 +31,13 @@ RESIDENT, PEAK = "bytes of {} at rest", "bytes of {} at the peak"
 PEAK_WITHOUT = "bytes of {} at the peak without activations"
 RECOUNTED = "bytes of {} counted from the arrays"
 SENT, RECEIVED = "bytes of {} sent by {}", "bytes of {} received by {}"
+OUTWARD, NODE_OUTWARD = "bytes of {} sent out of the node by {}", "bytes of {} sent out of each node by {}"
+HOST_RESIDENT, HOST_PEAK = "bytes of {} at rest on the host", "bytes of {} at the peak on the host"
+COPIED = "bytes of {} copied to the {}"
 PADDING_HELD, PADDING_SENT = "bytes of padding held", "bytes of padding sent"
 FLOPS, MESSAGES = "FLOPs of the {}", "messages of {}"
 LOGGED_END, LOGGED_PEAK, LOGGED_SENT = "bytes held at the end", "bytes held at the highest", "bytes sent by {}"
+LOGGED_COPIED = "bytes copied to the {}"
 LOGGED, STEP = "{}, by the log", "number of the step"
 COMPARED = tuple(band for band in MODEL_STATES if band is not Band.GRADS)  # of those each rank may keep its own
 
@@ -43,16 +48,14 @@ def bits(array: Array) -> Array:
 
 
 def whole_states(scheme: Scheme) -> dict[Band, list[Array]]:
-    """Every compared state as one padded vector per bucket, copies: the first rank's, or all ranks' shards."""
-    return {
-        band: [
-            (state[0] if state.shape[1] == bucket.padded else state.reshape(-1)).copy()
-            for bucket in scheme.buckets
-            for state in [bucket.states[band]]
-        ]
-        for band in scheme.states
-        if band in COMPARED
-    }
+    """Every compared state as one padded vector per bucket, a copy of the pieces of the ranks that come first."""
+    return {band: [_whole(bucket, band) for bucket in scheme.buckets] for band in scheme.states if band in COMPARED}
+
+
+def _whole(bucket: Bucket, band: Band) -> Array:
+    state, pieces = bucket.states[band], bucket.pieces[band].tolist()
+    first = [pieces.index(piece) for piece in range(bucket.padded // state.shape[1])]
+    return state[first].reshape(-1)
 
 
 def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) -> tuple[Difference, list[Failure]]:
@@ -68,7 +71,7 @@ def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) ->
         differing[band], largest[band] = 0, 0.0
         for bucket, whole in zip(scheme.buckets, wholes, strict=True):
             mine = bucket.states[band]
-            theirs = np.broadcast_to(whole, mine.shape) if mine.shape[1] == len(whole) else whole.reshape(mine.shape)
+            theirs = whole.reshape(-1, mine.shape[1])[bucket.pieces[band]]
             unequal = bits(mine) != bits(theirs)
             if not unequal.any():
                 continue
@@ -98,18 +101,14 @@ def _unlike(scheme: Scheme, step: int, quantity: str, mine: Array, theirs: Array
 def against_plain(scheme: Scheme, reference: Reference, step: int, how: str = PLAIN) -> list[Failure]:
     """The same training as that written a second time: every state and the loss, after as many steps.
 
-    What all schemes get wrong alike is found here. Of gradients that are reduced but kept
-    whole, the chunk that a rank owns is compared: elsewhere it has its own, not the average.
+    What all schemes get wrong alike is found here. Of gradients that are reduced but of which more is kept,
+    what a rank owns is compared: elsewhere it has its own, not the average.
     """
     failures = same_losses({"": reference.loss, scheme.name: scheme.reports[-1].loss}, scheme.ring.size, step, how)
     for band in (band for band in scheme.states if band in reference.states):
-        for bucket, theirs in zip(scheme.buckets, reference.states[band], strict=True):
-            mine = bucket.states[band]
-            if band is Band.GRADS and scheme.shard.optimizer and not scheme.shard.grads:
-                own = np.arange(scheme.ring.size)
-                mine = mine.reshape(len(own), len(own), -1)[own, own]
-            same = mine.shape[1] == theirs.shape[1]
-            expected = np.broadcast_to(theirs, mine.shape) if same else theirs[0].reshape(mine.shape)
+        for layer, bucket in enumerate(scheme.buckets):
+            mine, pieces = scheme.owned_states(bucket, band)
+            expected = reference.expected(band, layer, pieces, mine.shape[1])
             failures += _unlike(scheme, step, f"{band} of {bucket.name}, element {{}}{how}", mine, expected)
     return failures
 
@@ -127,16 +126,16 @@ def same_losses(losses: Mapping[str, float], ranks: int, step: int, how: str = "
     ]  # fmt: skip
 
 
-def survival(scheme: str, ranks: int, death: Death | None, predicted: bool) -> list[Failure]:
+def fits_on_card(scheme: str, ranks: int, shortage: OutOfMemoryRecord | None, predicted: bool) -> list[Failure]:
     """As predicted, on a card of limited memory: the run ends if, and only if, the predicted peak does not fit."""
-    if (death is None) == predicted:
+    if (shortage is None) == predicted:
         return []
     return [
         Failure(
-            check=Check.AS_PREDICTED, scheme=scheme, ranks=ranks, step=death.step if death else 0,
-            rank=death.rank if death else -1, quantity="survival on the card",
-            measured=f"out of memory at {death.band} of {death.unit}" if death else "survives",
-            expected="survives" if predicted else "out of memory",
+            check=Check.AS_PREDICTED, scheme=scheme, ranks=ranks, step=shortage.step if shortage else 0,
+            rank=shortage.rank if shortage else -1, quantity="fits on the card",
+            measured=f"out of memory at {shortage.band} of {shortage.unit}" if shortage else "fits",
+            expected="fits" if predicted else "out of memory",
         )
     ]  # fmt: skip
 
@@ -164,10 +163,14 @@ def _measured(scheme: Scheme, report: Report) -> Count:
         (RESIDENT, report.resident),
         (PEAK, report.peak.by_band),
         (PEAK_WITHOUT, report.peak_without_activations.by_band),
+        (HOST_RESIDENT, report.host),
+        (HOST_PEAK, report.host_peak.by_band),
     ):
         count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
     count |= {(-1, FLOPS.format(phase)): flops for phase, flops in report.flops.items()}
-    for (collective, _), moved in report.traffic.items():
+    count |= {(-1, COPIED.format(band, place)): nbytes for (place, band), nbytes in report.copies.items()}
+    for (collective, band), moved in report.traffic.items():
+        count[-1, NODE_OUTWARD.format(band, collective)] = moved.node_outside
         key = (-1, MESSAGES.format(collective))
         count[key] = count.get(key, 0) + moved.messages
     count |= {(-1, LOGGED.format(what)): total for what, total in _logged(report.events).items()}
@@ -176,6 +179,7 @@ def _measured(scheme: Scheme, report: Report) -> Count:
         for (collective, band), traffic in report.traffic.items():
             count[rank, SENT.format(band, collective)] = int(traffic.sent[row])
             count[rank, RECEIVED.format(band, collective)] = int(traffic.received[row])
+            count[rank, OUTWARD.format(band, collective)] = int(traffic.outside[row])
         count[rank, PADDING_HELD] = report.padding[row]
         count[rank, PADDING_SENT] = sum(int(traffic.padding[row]) for traffic in report.traffic.values())
     return count
@@ -188,6 +192,8 @@ def _logged(events: Sequence[Event]) -> Counter[str]:
         if event.kind is EventKind.SEND:
             total[LOGGED_SENT.format(event.name)] += event.nbytes
             total[MESSAGES.format(event.name)] += event.amount
+        elif event.kind is EventKind.COPY:
+            total[LOGGED_COPIED.format(event.name)] += event.nbytes
         elif event.kind is EventKind.COMPUTE:
             total[FLOPS.format(event.name)] += event.amount
     total[LOGGED_END] = events[-1].held
@@ -201,9 +207,17 @@ def _loggable(job: theory.Job) -> dict[str, int]:
         **{FLOPS.format(phase): flops for phase, flops in theory.flops(job).items()},
         **{MESSAGES.format(collective): sent for collective, sent in theory.messages(job).items()},
         **{LOGGED_SENT.format(collective): sum(bands.values()) for collective, bands in theory.traffic(job).items()},
+        **_copied(job),
         LOGGED_END: sum(theory.resident(job).values()),
         LOGGED_PEAK: sum(theory.peak(job).values()),
     }
+
+
+def _copied(job: theory.Job) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for (place, _), nbytes in theory.copies(job).items():
+        total[LOGGED_COPIED.format(place)] += nbytes
+    return total
 
 
 @lru_cache(maxsize=32)  # every step of a run is predicted alike
@@ -214,17 +228,26 @@ def _predicted(job: theory.Job, ids: tuple[int, ...]) -> Count:
         (RESIDENT, resident),
         (PEAK, theory.peak(job)),
         (PEAK_WITHOUT, theory.peak_without_activations(job)),
+        (HOST_RESIDENT, theory.host_resident(job)),
+        (HOST_PEAK, theory.host_peak(job)),
     ):
         count |= {(-1, what.format(band)): nbytes for band, nbytes in bands.items()}
     count |= {(-1, FLOPS.format(phase)): flops for phase, flops in theory.flops(job).items()}
     count |= {(-1, MESSAGES.format(collective)): sent for collective, sent in theory.messages(job).items()}
     count |= {(-1, LOGGED.format(what)): total for what, total in _loggable(job).items()}
+    count |= {(-1, COPIED.format(band, place)): nbytes for (place, band), nbytes in theory.copies(job).items()}
     padding, padding_sent, traffic = theory.padding(job), theory.padding_sent(job), theory.traffic(job)
+    outside, everything = theory.outside(job), Counter[str](resident)
+    everything.update(theory.host_resident(job))
+    for collective, outward in outside.items():
+        for band, ranks in outward.items():
+            count[-1, NODE_OUTWARD.format(band, collective)] = sum(ranks[: job.group])
     for rank in ids:
-        count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in resident.items()}
+        count |= {(rank, RECOUNTED.format(band)): nbytes for band, nbytes in everything.items()}
         for collective, bands in traffic.items():
             for band, nbytes in bands.items():
                 count[rank, SENT.format(band, collective)] = nbytes
                 count[rank, RECEIVED.format(band, collective)] = nbytes
+                count[rank, OUTWARD.format(band, collective)] = outside[collective][band][rank]
         count[rank, PADDING_HELD], count[rank, PADDING_SENT] = padding[rank], padding_sent[rank]
     return count

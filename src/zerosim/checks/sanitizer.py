@@ -30,6 +30,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import (
@@ -79,9 +80,12 @@ def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[P
     Memory is looked at after every step, and within the last: it meets what the first have left.
     """
     ring, model = SanitizerRing(ranks), SanitizerMLP(settings.widths, settings.model_seed)
-    scheme = row(model, ranks, settings.options(), capacity=None, ring=ring, collectives=SanitizerComm)
-    watch = Watch(scheme, ring, model)
-    reference = Reference(row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT)
+    options = replace(settings.options(), capacity=None, host_capacity=None)
+    scheme = row(model, ranks, options, ring=ring, collectives=SanitizerComm)
+    watch = Watch(scheme, ring.world, model)
+    reference = Reference(
+        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT, settings.node
+    )
     failures: list[Failure] = []
     for step, batch in enumerate(batches, start=1):
         watch.begin(step, batch, last=step == len(batches))
@@ -96,27 +100,40 @@ def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[P
 # -- the world
 
 
-class SanitizerRing(LocalRing):
-    """All ranks in one process. A message arrives as a copy, in the spare block, with an eighth of it lost."""
+class World:
+    """What the rings of one run have in common."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
+    def __init__(self) -> None:
         self.handed: list[Array] = []  # every array that the ranks were given
         self.sent = 0  # bytes per rank, of the blocks themselves
         self.passed: Counter[tuple[str, str]] = Counter()  # the same by (collective, band)
         self.one_block = 0  # bytes of blocks that came and went in the same memory
         self.pause: Pause = lambda when: None
 
+
+class SanitizerRing(LocalRing):
+    """All ranks in one process. A message arrives as a copy, in the spare block, with an eighth of it lost."""
+
+    def __init__(
+        self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None, world: World | None = None
+    ) -> None:
+        super().__init__(size, ranks, step=step, node=node)
+        self.world = world or World()
+
+    def beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> LocalRing:
+        return SanitizerRing(size, ranks, step=step, node=node, world=self.world)
+
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         array = super().empty(shape, dtype)
-        self.handed.append(array)
+        self.world.handed.append(array)
         _spoil(array)
         return array
 
     def shift(self, block: Array, spare: Array) -> Array:
-        self.sent += block.nbytes // self.size
+        nbytes = block.nbytes // len(self.ids)
+        self.world.sent += nbytes
         if np.may_share_memory(block, spare):
-            self.one_block += block.nbytes // self.size
+            self.world.one_block += nbytes
         arrived = super().shift(block, spare)
         np.multiply(arrived, block.dtype.type(KEPT), out=spare)
         return spare
@@ -135,12 +152,12 @@ class SanitizerComm(Comm):
 
     @contextmanager
     def _apart(self, name: str, *, band: str, unit: str, **others: object) -> Iterator[None]:
-        ring = self.ring
-        assert isinstance(ring, SanitizerRing)
-        ring.pause(f"before the {name} of {unit}")
-        before = ring.sent
+        assert isinstance(self.ring, SanitizerRing)
+        world = self.ring.world
+        world.pause(f"before the {name} of {unit}")
+        before = world.sent
         yield
-        ring.passed[name, str(band)] += ring.sent - before
+        world.passed[name, str(band)] += world.sent - before
 
 
 class SanitizerMLP(MLP):
@@ -177,8 +194,8 @@ class _SanitizerLayer:
 class Watch:
     """Looks at a scheme's memory whenever it is told to, and spoils what is not held."""
 
-    def __init__(self, scheme: Scheme, ring: SanitizerRing, model: SanitizerMLP) -> None:
-        self._scheme, self._ring, self._model = scheme, ring, model
+    def __init__(self, scheme: Scheme, world: World, model: SanitizerMLP) -> None:
+        self._scheme, self._world, self._model = scheme, world, model
         self._step, self._last = 0, False
         self._batch: Sequence[Pair] = ()
         self._found: dict[tuple[int, str], tuple[str, int, int]] = {}  # by rank and quantity: when, and both values
@@ -187,20 +204,20 @@ class Watch:
         """A step begins; memory is looked at within the ``last``."""
         self._step, self._batch, self._last, self._found = step, batch, last, {}
         if last:
-            self._ring.pause = self._model.pause = self.look
-        self._ring.passed.clear()
+            self._world.pause = self._model.pause = self.look
+        self._world.passed.clear()
 
     def end(self) -> list[Failure]:
         """What was found in the step, each thing where it was seen first; the ring's bytes are compared here."""
         traffic = self._scheme.reports[-1].traffic
-        for name, band in dict.fromkeys([*traffic, *self._ring.passed]):
-            booked = traffic[name, band].sent.tolist() if (name, band) in traffic else [0] * self._ring.size
+        for name, band in dict.fromkeys([*traffic, *self._world.passed]):
+            booked = traffic[name, band].sent.tolist() if (name, band) in traffic else [0] * self._scheme.ring.size
             for rank, nbytes in enumerate(booked):
-                self._tell(PASSED.format(band, name), "", self._ring.passed[name, band], nbytes, rank)
+                self._tell(PASSED.format(band, name), "", self._world.passed[name, band], nbytes, rank)
         return [
             Failure(
-                check=Check.AS_PREDICTED, scheme=self._scheme.name, ranks=self._ring.size, step=self._step, rank=rank,
-                quantity=f"{what}{when}", measured=f"{measured:,}", expected=f"{expected:,}",
+                check=Check.AS_PREDICTED, scheme=self._scheme.name, ranks=self._scheme.ring.size, step=self._step,
+                rank=rank, quantity=f"{what}{when}", measured=f"{measured:,}", expected=f"{expected:,}",
             )
             for (rank, what), (when, measured, expected) in self._found.items()
         ]  # fmt: skip
@@ -215,12 +232,12 @@ class Watch:
         held = {id(_owner(array)) for _, _, array in live}
         self._recount(live, when)
         self._overlaps(live, when)
-        free = [array for array in self._ring.handed if id(_owner(array)) not in held]
+        free = [array for array in self._world.handed if id(_owner(array)) not in held]
         given = [array for pair in self._batch for array in pair]
         known = held | {id(_owner(array)) for array in (*free, *given, *self._model.given)}
         roots = [self._scheme, *_variables(sys._getframe(1))]
         for array in _reachable(roots, through_code=self._last and when == AT_REST):
-            if id(array) not in known and array.size > self._ring.size and array.dtype != np.intp:
+            if id(array) not in known and array.size > self._scheme.ring.size and array.dtype != np.intp:
                 self._tell(f"{OUTSIDE}, {array.dtype} of {array.shape}", when, array.nbytes, 0)
         for array in free:
             _spoil(array)
@@ -229,8 +246,10 @@ class Watch:
         counted: Counter[str] = Counter()
         for band, _, array in live:
             counted[band] += array.nbytes // len(array)
-        for band in dict.fromkeys([*counted, *self._scheme.ledger.held]):
-            self._tell(RECOUNTED.format(band), when, counted[band], self._scheme.ledger.held.get(band, 0))
+        booked = Counter(self._scheme.ledger.held)
+        booked.update(self._scheme.ledger.host)
+        for band in dict.fromkeys([*counted, *booked]):
+            self._tell(RECOUNTED.format(band), when, counted[band], booked[band])
 
     def _overlaps(self, live: list[Any], when: str) -> None:
         """Every held array is memory of its own, with a row for each rank, and every state in use is held."""
@@ -244,7 +263,7 @@ class Watch:
             spans.append((*byte_bounds(array), band, unit))
         for (_, end, band, unit), (start, _, other, of) in pairwise(sorted(spans)):
             self._tell(SHARED.format(band, unit, f"{other} of {of}"), when, max(0, end - start), 0)
-        self._tell("bytes of ring blocks that go and come in one place", when, self._ring.one_block, 0)
+        self._tell("bytes of ring blocks that go and come in one place", when, self._world.one_block, 0)
 
 
 def _owner(array: Array) -> Array:

@@ -28,6 +28,7 @@ from zerosim.records.real_ranks import (
     encode,
     save,
 )
+from zerosim.stages import SCHEMES
 
 RANKS = 4
 
@@ -40,7 +41,7 @@ RANKS = 4
     help="Real ranks, N.  [default: 4, or as many as torchrun has started]",
 )
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps of each run.")
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per rank and step.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per rank and step.")
 @click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Draws the data.")
 @click.option(
     "--model-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws the initial weights."
@@ -126,6 +127,7 @@ def corroborate(
                 widths=[64, 128, 128, 64],
                 collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
                 precisions=list(RECIPES) if precision == "all" else [precision],
+                rows=list(SCHEMES),
                 fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, int(str(options["steps"])))),
                 **options,  # type: ignore[arg-type]
             )
@@ -145,14 +147,14 @@ def corroborate(
 
 
 def _exit_code(ended: str, failures: Sequence[object]) -> int:
-    from zerosim.real_ranks import corroborate as lead
+    from zerosim.real_ranks import corroborate as real_ranks
 
-    return INTERRUPTED if ended == lead.INTERRUPTED else 1 if ended or failures else 0
+    return INTERRUPTED if ended == real_ranks.INTERRUPTED else 1 if ended or failures else 0
 
 
 def _beside(settings: Settings, timeout: float, interface: str | None, out: Path, as_json: bool) -> int:
     """Run the frameworks, show and write what was found; the exit code that it asks for."""
-    from zerosim.frameworks import run as beside
+    from zerosim.frameworks import run as frameworks
     from zerosim.records import frameworks as records
     from zerosim.records.files import write_whole
     from zerosim.report import frameworks_console as console
@@ -161,9 +163,9 @@ def _beside(settings: Settings, timeout: float, interface: str | None, out: Path
         errors_for_people(),
         _failures_for_people(),
         _on_terminate(signal.default_int_handler),
-        _progress(beside.work()) as advance,
+        _progress(frameworks.work()) as advance,
     ):
-        found = beside.run(settings, advance, timeout=timeout, interface=interface)
+        found = frameworks.run(settings, advance, timeout=timeout, interface=interface)
         write_whole(out / "frameworks.json", records.encode(found))
     if not as_json:
         console.show(found)
@@ -194,7 +196,7 @@ def _ranks(asked: int | None) -> int:
 
 def _run(settings: Settings, timeout: float, interface: str | None, out: Path, frameworks: bool) -> Corroboration:
     """All of it, with a progress bar on standard error. A rank that does not lead ends here, with its exit code."""
-    from zerosim.real_ranks import corroborate as lead
+    from zerosim.real_ranks import corroborate as real_ranks
     from zerosim.real_ranks import rendezvous
 
     me = rendezvous.member()
@@ -202,9 +204,9 @@ def _run(settings: Settings, timeout: float, interface: str | None, out: Path, f
         raise ValueError("corroborate(frameworks): they are run on ranks of this machine; leave torchrun out.")
     if me is None or me.rank == 0:
         writable(out, "corroborate", "corroborate.json")
-    with _on_terminate(signal.default_int_handler), _progress(lead.work(settings)) as advance:
+    with _on_terminate(signal.default_int_handler), _progress(real_ranks.work(settings)) as advance:
         if me is None:
-            return lead.run(settings, advance, timeout=timeout, interface=interface)
+            return real_ranks.run(settings, advance, timeout=timeout, interface=interface)
         outcome = rendezvous.take_part(me, settings, advance, timeout, interface)
     if isinstance(outcome, int):
         sys.exit(outcome)
@@ -252,9 +254,9 @@ def _on_terminate(handler: Any) -> Iterator[None]:
 def _failures_for_people() -> Iterator[None]:
     """Ranks that failed before anything was found become one line and exit code 1."""
     from zerosim.real_ranks.coordinator import RankFailure
-    from zerosim.real_ranks.launch import NurseryError
+    from zerosim.real_ranks.launch import ForkServerError
 
     try:
         yield
-    except (RankFailure, NurseryError) as error:
+    except (RankFailure, ForkServerError) as error:
         raise click.ClickException(str(error)) from error

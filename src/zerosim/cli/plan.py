@@ -47,16 +47,17 @@ class Rate(click.ParamType[int]):
 @click.argument("model", metavar="MODEL")
 @click.option(
     "--gpus", multiple=True, required=True, metavar="N",
-    help="Ranks: a number, 4,8,16, or 2-64 (powers of two). A single one is shown among the powers of two around it.",
+    help="Ranks: a number, 4,8,16, or 2-64 (powers of two).",
 )  # fmt: skip
+@click.option("--sweep", is_flag=True, help="Also show the powers of two around a single N.")
 @click.option(
     "--memory", default=None, metavar="SIZE",
     help="Memory of one card, with its unit: 80GB is 80e9 bytes, 80GiB 80 × 2^30.",
 )  # fmt: skip
 @click.option("--card", default=None, metavar="NAME", help="A common card: its memory and speeds, as in H100.")
 @click.option(
-    "--stage", "stages", type=click.IntRange(0, 3), multiple=True,
-    help="0 data parallel, 1, 2, 3; may be repeated.  [default: all that the convention has]",
+    "--scheme", "--stage", "schemes", multiple=True, metavar="NAME",
+    help="ddp, zero1, zero2 or zero3 (or 0 to 3); several with commas.  [default: all that the convention has]",
 )  # fmt: skip
 @click.option(
     "--convention", default=None, metavar="NAME",
@@ -122,8 +123,8 @@ class Rate(click.ParamType[int]):
 )
 @click.option("--node-size", type=click.IntRange(min=1), default=None, help="Cards in a node.")
 @click.option(
-    "--ladder", type=click.Choice(FAMILIES), default=None,
-    help="Also find the largest model of this family that each stage holds on N such cards.",
+    "--largest-model", type=click.Choice(FAMILIES), default=None,
+    help="Also find the largest model of this family that fits under each scheme on N such cards.",
 )  # fmt: skip
 @click.option(
     "--json", "json_to", default=None, metavar="FILE",
@@ -139,9 +140,9 @@ def plan(model: str, json_to: str | None, chart: Path | None, convention: str | 
     MODEL is a list of layer sizes (4096,16384,4096), a Hugging Face config.json or its folder (extra
     "plan"), or a Python path, package.module:factory, whose code is then run (extra "torch").
 
-    Runs the training step itself, on shapes instead of numbers, for every stage and N, and reads its
+    Runs the training step itself, on shapes instead of numbers, for every scheme and N, and reads its
     ledger: what a GPU holds at rest and at the peak, by band, when and for which unit; what it sends;
-    whether a card holds that. Searches for the smallest N, the lowest stage and the largest
+    whether a card holds that. Searches for the smallest N, the first scheme and the largest
     micro-batch that fit by running again with the card's capacity.
     """
     with errors_for_people():
@@ -164,7 +165,7 @@ def plan(model: str, json_to: str | None, chart: Path | None, convention: str | 
 
 
 def _question(
-    model: str, convention: str, *, gpus: tuple[str, ...], stages: tuple[int, ...], memory: str | None,
+    model: str, convention: str, *, gpus: tuple[str, ...], schemes: tuple[str, ...], sweep: bool, memory: str | None,
     card: str | None, seq: int | None, bucket: str | None, efficiency: float | None, peak: float | None,
     bandwidth: int | None, node_bandwidth: int | None, latency: float | None, node_latency: float | None,
     node_size: int | None, **options: Any,
@@ -179,14 +180,14 @@ def _question(
     nbytes = preset.memory if preset is not None else None
     if memory is not None:
         nbytes = _memory(memory)
-    if options["ladder"] and nbytes is None:
-        raise ValueError("plan(ladder): what a card holds is needed, as in --memory 80GB or --card H100.")
+    if options["largest_model"] and nbytes is None:
+        raise ValueError("plan(largest_model): what a card holds is needed, as in --memory 80GB or --card H100.")
     return question.check(
         Question(
             model=model,
             asked=asked,
-            gpus=question.around(asked[0]) if len(asked) == 1 else asked,
-            stages=sorted(set(stages)) or question.stages(rules.stages, options["precision"] or rules.precision),
+            gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
+            rows=question.rows(schemes) or list(rules.rows(options["precision"])),
             convention=convention,
             memory=nbytes,
             card=None if preset is None else preset.name,
@@ -254,7 +255,7 @@ def _run(question: Question) -> Plan:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from zerosim.planner import ladder, models
+    from zerosim.planner import largest_model, models
     from zerosim.planner import plan as plans
 
     columns = TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -263,7 +264,7 @@ def _run(question: Question) -> Plan:
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
         contextlib.redirect_stdout(sys.stderr),
     ):
-        bar = progress.add_task("reading the model", total=plans.work(question) + ladder.work(question))
+        bar = progress.add_task("reading the model", total=plans.work(question) + largest_model.work(question))
 
         def advance(doing: str) -> None:
             progress.update(bar, advance=1, description=doing)
@@ -271,7 +272,7 @@ def _run(question: Question) -> Plan:
         with _importable():
             source = models.read(question.model)
         found = plans.make(source, question, advance)
-        return ladder.added(found, advance) if question.ladder else found
+        return largest_model.added(found, advance) if question.largest_model else found
 
 
 @contextlib.contextmanager

@@ -17,9 +17,10 @@ import numpy as np
 from zerosim import theory
 from zerosim.bands import WIRES, Array
 from zerosim.checks import compare as checks
-from zerosim.frameworks import gloo as ring
-from zerosim.real_ranks import setup as agreed
-from zerosim.real_ranks.meter import Moved, total
+from zerosim.frameworks import averages
+from zerosim.frameworks.observation import SETTLED, Observation
+from zerosim.frameworks.variants import DEEPSPEED, Variant
+from zerosim.real_ranks.cases import data, model
 from zerosim.records.frameworks import (
     BEFORE,
     BYTES,
@@ -29,18 +30,16 @@ from zerosim.records.frameworks import (
     MASTER,
     PARAMS,
     RANKS,
-    SETTLED,
     STATE,
     Family,
     Framework,
     Gradients,
     RankSeen,
-    Row,
-    Seen,
 )
 from zerosim.records.real_ranks import Settings
 from zerosim.records.results import Failure
-from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO3
+from zerosim.stages import DP, SCHEMES, Stage, ZeRO3
+from zerosim.worlds import gloo
 
 _SHARDED = {"params": (PARAMS,), "grads": (GRADS,), "optimizer": (MASTER, STATE)}  # by the flag in a scheme's row
 _WHY: dict[object, str] = {
@@ -65,37 +64,37 @@ _WHY: dict[object, str] = {
 }
 
 
-class Judge:
+class FrameworkComparison:
     """Holds what the ranks saw of one framework to the simulator's ring, to the kernel, and to the textbook."""
 
-    def __init__(self, row: Row, settings: Settings, steps: int, seen: list[Seen]) -> None:
-        self._row, self._settings, self._steps, self._seen = row, settings, steps, _without_strays(seen)
-        self._n_params = agreed.model(settings).n_params
+    def __init__(self, variant: Variant, settings: Settings, steps: int, seen: list[Observation]) -> None:
+        self._variant, self._settings, self._steps, self._seen = variant, settings, steps, _without_strays(seen)
+        self._n_params = model(settings).n_params
         self.failures: list[Failure] = []
 
     def record(self) -> Framework:
         """All that was found; what does not hold is in ``failures``."""
-        simulated = _simulated(self._settings, self._steps, self._row.precision)
+        simulated = _simulated(self._settings, self._steps, self._variant.precision)
         ranks = [self._rank(rank, seen) for rank, seen in enumerate(self._seen)]
         thetas = [_flat(seen.params) for seen in self._seen]
         for rank, theta in enumerate(thetas):
             self._expect(
                 RANKS, self._steps, rank, "parameters that differ from rank 0's", _differing(theta, thetas[0]), 0
             )
-        names = [asked.name for asked in self._seen[0].asked]
-        stage, departs = self._textbook(ranks)
+        names = [asked.op for asked in self._seen[0].asked]
+        row, departs = self._textbook(ranks)
         return Framework(
-            name=self._row.name,
-            family=self._row.family,
-            precision=self._row.precision,
-            wire=self._row.wire,
+            name=self._variant.name,
+            family=self._variant.family,
+            precision=self._variant.precision,
+            wire=self._variant.wire,
             ranks=ranks,
             collectives={name: names.count(name) for name in dict.fromkeys(names)},
             differing=_differing(thetas[0], simulated),
             largest=float(np.abs(thetas[0].astype(np.float64) - simulated).max()),
             gradients=self._gradients(),
             unmeasured={name: why for seen in self._seen for name, why in seen.unmeasured.items()},
-            stage=stage.name if stage else "",
+            scheme=row.name if row else "",
             departs=departs,
         )
 
@@ -103,20 +102,20 @@ class Judge:
         if measured != expected:
             self.failures.append(
                 Failure(
-                    check=check, scheme=self._row.name, ranks=self._settings.ranks, step=step, rank=rank,
+                    check=check, scheme=self._variant.name, ranks=self._settings.ranks, step=step, rank=rank,
                     quantity=quantity, measured=f"{measured:,}", expected=f"{expected:,}",
                 )
             )  # fmt: skip
 
     def _gradients(self) -> list[Gradients]:
         found = []
-        average = ring.fsdp_average if self._row.family is Family.FSDP else ring.ddp_average
-        for step, evidence in enumerate(zip(*(seen.evidence for seen in self._seen), strict=True), start=1):
-            expected = average([each.local for each in evidence], evidence[0].groups, WIRES[self._row.wire])
-            if self._row.family is Family.FSDP:  # the ranks' shards, put together
-                real = [[np.concatenate(shards) for shards in zip(*(each.averaged for each in evidence), strict=True)]]
+        average = averages.fsdp_average if self._variant.family is Family.FSDP else averages.ddp_average
+        for step, samples in enumerate(zip(*(seen.gradients for seen in self._seen), strict=True), start=1):
+            expected = average([each.local for each in samples], samples[0].groups, WIRES[self._variant.wire])
+            if self._variant.family is Family.FSDP:  # the ranks' shards, put together
+                real = [[np.concatenate(shards) for shards in zip(*(each.averaged for each in samples), strict=True)]]
             else:
-                real = [each.averaged for each in evidence]
+                real = [each.averaged for each in samples]
             differing = 0
             for rank, grads in enumerate(real):
                 unequal = sum(_differing(*pair) for pair in zip(grads, expected, strict=True))
@@ -125,11 +124,11 @@ class Judge:
             found.append(Gradients(step=step, compared=len(real) * self._n_params, differing=differing))
         return found
 
-    def _rank(self, rank: int, seen: Seen) -> RankSeen:
+    def _rank(self, rank: int, seen: Observation) -> RankSeen:
         size = self._settings.ranks
-        each = [ring.moved(asked, rank, size) for asked in seen.asked]
+        each = [gloo.moved(asked, rank, size) for asked in seen.asked]
         known = [moved for moved in each if moved is not None]
-        moved = total(known) if len(known) == len(each) else None
+        moved = gloo.total(known) if len(known) == len(each) else None
         if moved is not None:
             self._explain(rank, seen, moved)
         readings = {
@@ -142,13 +141,13 @@ class Judge:
             peak=seen.peak.parts,
             peak_phase=seen.peak.phase,
             exact=seen.peak.exact,
-            asked=sum(ring.textbook(asked, rank, size) for asked in seen.asked),
+            asked=sum(gloo.textbook(asked, rank, size).sent for asked in seen.asked),
             moved=moved.sent if moved else None,
             framing=moved.framing()[0] if moved else None,
             kernel={name: [n for n in each if n is not None] for name, each in readings.items() if None not in each},
         )
 
-    def _explain(self, rank: int, seen: Seen, moved: Moved) -> None:
+    def _explain(self, rank: int, seen: Observation, moved: gloo.Moved) -> None:
         """The kernel's counts of every settled step. What a process writes is no evidence where it writes a log too."""
         framing_sent, framing_received = moved.framing()
         sent, received = moved.sent + framing_sent, moved.received + framing_received
@@ -157,7 +156,7 @@ class Judge:
                 ("sent according to the TCP sockets", counters.tcp_sent, sent),
                 ("received according to the TCP sockets", counters.tcp_received, received),
             ]
-            if self._row.family is not Family.DEEPSPEED:
+            if self._variant.family is not Family.DEEPSPEED:
                 readings.append(("written according to /proc/self/io", counters.written, sent))
             for what, counted, explained in readings:
                 if counted is not None:
@@ -170,13 +169,13 @@ class Judge:
         size, held = self._settings.ranks, {}
         for what, bands in _SHARDED.items():
             held[what] = sum(rank.held.get(band, 0) for rank in ranks for band in bands) / size
-        whole, shard = (_by_kind(theory.resident(self._job(stage))) for stage in (DP, ZeRO3))
+        whole, shard = (_by_kind(theory.resident(self._job(row))) for row in (DP, ZeRO3))
         sharded = {what: _nearer(held[what], shard[what], whole[what]) for what in _SHARDED}
-        stage = next((each for each in SCHEMES if all(getattr(each, what) == sharded[what] for what in _SHARDED)), None)
-        if stage is None:
-            return None, [f"shards {' and '.join(what for what in _SHARDED if sharded[what])}, as no stage does"]
-        job = self._job(stage)
-        n, unit = self._n_params, self._n_params * WIRES[self._row.wire].itemsize * (size - 1) / size
+        row = next((each for each in SCHEMES if all(getattr(each, what) == sharded[what] for what in _SHARDED)), None)
+        if row is None:
+            return None, [f"shards {' and '.join(what for what in _SHARDED if sharded[what])}, as no scheme does"]
+        job = self._job(row)
+        n, unit = self._n_params, self._n_params * WIRES[self._variant.wire].itemsize * (size - 1) / size
         totals = [sum(rank.held.values()) / n for rank in ranks]
         elsewhere = min(rank.held[ELSEWHERE] for rank in ranks) / n
         mean, rest = sum(held.values()) / n, np.mean([sum(rank.rest.values()) for rank in ranks]) / n
@@ -184,12 +183,16 @@ class Judge:
         asked = np.mean([rank.asked for rank in ranks]) / unit
         known = [rank.moved for rank in ranks if rank.moved is not None]
         moved = np.mean(known) / unit if known else asked
-        units = 3 if stage.params else 2
+        units = 3 if row.params else 2
         peak = max(sum(rank.peak.values()) for rank in ranks) / n
         highest = sum(theory.peak(job).values()) / n
-        configured = self._row.options.get("stage", SCHEMES.index(stage))
+        configured = self._variant.options.get("stage")
         departures = [
-            (configured != SCHEMES.index(stage), f"stage {configured}", f"though configured as stage {configured}"),
+            (
+                configured is not None and DEEPSPEED[configured] != row,
+                f"stage {configured}",
+                f"though configured as stage {configured}",
+            ),
             (elsewhere > 0.05, "elsewhere", f"+{elsewhere:,.2f} B elsewhere"),
             (abs(mean - textbook) > 0.05, "bands", f"its bands take {mean:.2f} B for {textbook:.2f}"),
             (
@@ -202,21 +205,23 @@ class Judge:
             (abs(asked - units) > 0.05, "asked", f"it asks for {asked:.2f} P for {units}"),
             (abs(moved - asked) > 0.05, "moved", f"gloo moves {moved:.2f} P"),
         ]
-        return stage, [self._because(kind, found) for leaves, kind, found in departures if leaves]
+        return row, [self._because(kind, found) for leaves, kind, found in departures if leaves]
 
     def _because(self, kind: str, found: str) -> str:
         """What was found, and the reason if it is known."""
-        why = _WHY.get((self._row.family, kind)) or _WHY.get(kind)
+        why = _WHY.get((self._variant.family, kind)) or _WHY.get(kind)
         return f"{found} ({why})" if why else found
 
-    def _job(self, stage: Stage) -> theory.Job:
-        """This run under a stage, for the formulas."""
+    def _job(self, row: Stage) -> theory.Job:
+        """This run under a row, for the formulas."""
         buckets = tuple((pair,) for pair in pairwise(self._settings.widths))
-        return theory.Job(stage, buckets, self._settings.ranks, self._settings.batch, self._row.states, self._row.wire)
+        return theory.Job(
+            row, buckets, self._settings.ranks, self._settings.batch, self._variant.states, self._variant.wire
+        )
 
 
 def _by_kind(resident: theory.Bytes) -> dict[str, float]:
-    """Bytes of what the stages shard, by the name of the flag in their row."""
+    """Bytes of what the schemes shard, by the name of the flag in their row."""
     params, grads = resident["params"], resident["grads"]
     return {"params": params, "grads": grads, "optimizer": sum(resident.values()) - params - grads}
 
@@ -238,13 +243,13 @@ def _differing(one: Array, other: Array) -> int:
 
 def _simulated(settings: Settings, steps: int, precision: str) -> Array:
     """The simulator's fp32 parameters [P] after so many steps: the same under every scheme."""
-    scheme: Scheme = DP(agreed.model(settings), settings.ranks, precision=precision)
-    for batch in agreed.data(msgspec.structs.replace(settings, steps=steps)):
+    scheme = DP(model(settings), settings.ranks, precision=precision)
+    for batch in data(msgspec.structs.replace(settings, steps=steps)):
         scheme.step(batch)
     return scheme.full_theta()
 
 
-def _without_strays(seen: Sequence[Seen]) -> list[Seen]:
+def _without_strays(seen: Sequence[Observation]) -> list[Observation]:
     """Of the strays, leave only what every rank has: all do the same, and what has gone on one has gone."""
     common = Counter[object]({origin: min(each.strays[origin] for each in seen) for origin in seen[0].strays})
     found = []

@@ -22,16 +22,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from zerosim.records.frameworks import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BEFORE,
-    BROADCAST,
-    ELSEWHERE,
-    REDUCE_SCATTER,
-    Collective,
-    Instant,
-)
+from zerosim.frameworks.observation import Instant
+from zerosim.records.frameworks import BEFORE, ELSEWHERE
+from zerosim.worlds.gloo import Call, Op
 
 MARK = "zerosim: "  # begins the names of our own marks in the log
 STEP, UPDATE = "step", "update"
@@ -67,7 +60,7 @@ class Log:
         self.marks: dict[str, list[tuple[int, int]]] = {}
         self._kept = kept
         self._blocks: list[_Block] = []
-        self._asked: list[tuple[int, Collective]] = []
+        self._asked: list[tuple[int, Call]] = []
         at: dict[int, _Block] = {}
         for event, within in sorted(_flat(tree, ()), key=lambda found: found[0].start_time_ns):
             time, name = event.start_time_ns, event.name
@@ -162,7 +155,7 @@ class Log:
         inside = (phase for phase in PHASES for begin, end in self.marks[phase] if begin <= time <= end)
         return next(inside, "between the phases")
 
-    def asked(self, begin: int, end: int) -> list[Collective]:
+    def asked(self, begin: int, end: int) -> list[Call]:
         """The collectives between two instants, in order."""
         return [collective for time, collective in self._asked if begin <= time <= end]
 
@@ -174,19 +167,19 @@ def _flat(events: Iterable[Any], within: tuple[str, ...]) -> Iterator[tuple[Any,
         yield from _flat(event.children, (*within, event.name))
 
 
-def _collective(name: str, inputs: Sequence[Any]) -> Collective:
+def _collective(name: str, inputs: Sequence[Any]) -> Call:
     """What was asked for, from the arguments that torch's dispatcher was given; of what is unknown only the name."""
     kind, place = {
-        "allreduce_": (ALL_REDUCE, 0),
-        "_reduce_scatter_base_": (REDUCE_SCATTER, 1),
-        "_allgather_base_": (ALL_GATHER, 0),
-        "broadcast_": (BROADCAST, 0),
+        "allreduce_": (Op.ALL_REDUCE, 0),
+        "_reduce_scatter_base_": (Op.REDUCE_SCATTER, 1),
+        "_allgather_base_": (Op.ALL_GATHER, 0),
+        "broadcast_": (Op.BROADCAST, 0),
     }.get(name, (name, -1))
     if place < 0:
-        return Collective(name, 0, 0)
+        return Call(name, 0, 0)
     whole = inputs[place]
     if isinstance(whole, list):
         if len(whole) > 1:
-            return Collective(name, 0, 0)
+            return Call(name, 0, 0)
         [whole] = whole
-    return Collective(kind, math.prod(whole.sizes), whole.dtype.itemsize, inputs[2] if kind == BROADCAST else 0)
+    return Call(kind, math.prod(whole.sizes), whole.dtype.itemsize, inputs[2] if kind == Op.BROADCAST else 0)

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from zerosim.frameworks.variants import Task
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
-from zerosim.records.frameworks import GRADS, MASTER, PARAMS, Family, Task
+from zerosim.records.frameworks import GRADS, MASTER, PARAMS, Family
 
 Tensor = Any
 
@@ -93,8 +94,8 @@ def _of_torch(net: Any, call: Callable[[Tensor], Tensor], optimizer: Any, **more
 
 def _ddp(task: Task) -> Training:
     net = network(task)
-    ddp: Any = nn.parallel.DistributedDataParallel(net, **task.row.options)
-    if task.row.wire == "fp16":
+    ddp: Any = nn.parallel.DistributedDataParallel(net, **task.variant.options)
+    if task.variant.wire == "fp16":
         ddp.register_comm_hook(None, fp16_compress_hook)
 
     def groups(step: int) -> list[list[int]]:
@@ -109,15 +110,15 @@ def _ddp(task: Task) -> Training:
 
 def _zero_redundancy(task: Task) -> Training:
     net = network(task)
-    ddp = nn.parallel.DistributedDataParallel(net, **task.row.options)
+    ddp = nn.parallel.DistributedDataParallel(net, **task.variant.options)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, **_adam())
     return _of_torch(net, ddp, optimizer, adam=optimizer.optim, groups=lambda step: [])
 
 
 def _fsdp(task: Task) -> Training:
     net = network(task)
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (task.ranks,)), **task.row.options}
-    if task.row.precision == "bf16":
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (task.ranks,)), **task.variant.options}
+    if task.variant.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     layers = [module for module in net if isinstance(module, nn.Linear)]
     for module in (*layers, net):
@@ -138,17 +139,19 @@ def _deepspeed(task: Task) -> Training:
     net = network(task)
     config = {
         "train_micro_batch_size_per_gpu": task.batch,
-        "zero_optimization": dict(task.row.options),
+        "zero_optimization": dict(task.variant.options),
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # its default is a norm of 1
-        "bf16": {"enabled": task.row.precision == "bf16"},
+        "bf16": {"enabled": task.variant.precision == "bf16"},
     }
     adam = torch.optim.Adam(net.parameters(), **_adam())
     engine, zero, *_ = deepspeed.initialize(model=net, optimizer=adam, config=config)
-    dtype = torch.bfloat16 if task.row.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if task.variant.precision == "bf16" else torch.float32
 
     masters = (
-        zero.fp32_partitioned_groups_flat if task.row.options["stage"] == 3 else zero.single_partition_of_fp32_groups
+        zero.fp32_partitioned_groups_flat
+        if task.variant.options["stage"] == 3
+        else zero.single_partition_of_fp32_groups
     )
 
     def bands() -> dict[str, list[Tensor]]:

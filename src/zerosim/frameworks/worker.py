@@ -23,56 +23,59 @@ import torch.autograd.profiler as autograd
 from torch.distributed.tensor import DTensor
 
 from zerosim.bands import BF16, Array
+from zerosim.frameworks.observation import SETTLED, Observation, StepGradients
 from zerosim.frameworks.profiler_log import MARK, STEP, UPDATE, Log, Storages
 from zerosim.frameworks.training import BUILD, Tensor, Training, loss_of, network, tensors
+from zerosim.frameworks.variants import Task
 from zerosim.lab.data import batches
 from zerosim.real_ranks import meter
-from zerosim.real_ranks.messages import Arrived, Board, Job, Line, Trouble
-from zerosim.records.frameworks import HAVE_EVIDENCE, JOB, SEEN, SETTLED, STATE, Evidence, Family, Seen, Task
+from zerosim.real_ranks.connection import Arrived, Connection, Heartbeats, Job, Trouble
+from zerosim.records.frameworks import COMPARE_GRADIENTS, STATE, Family
 from zerosim.worlds import torch_ring
 
-EVIDENCE_STEPS = 3  # the first, in which DDP's buckets are in another order, and two more
+TASK, OBSERVATION = "task", "observation-{}"  # files beside the ranks' store
+GRADIENT_STEPS = 3  # the first, in which DDP's buckets are in another order, and two more
 
 
-def serve(line: Line, board: Board, rank: int) -> None:
+def serve(connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
     """Do the job that lies beside the ranks' store, and leave beside it what was seen.
 
     Tells of every point at which the ranks wait for each other: before and after each step, when
     all have read their counters, and at the end.
     """
-    given = line.receive()
+    given = connection.receive()
     assert isinstance(given, Job)
-    folder, pulse = Path(given.store).parent, board.slot(rank)
+    folder, heartbeat = Path(given.store).parent, heartbeats.slot(rank)
 
     def fence() -> None:
-        pulse.leave()
-        line.send(Arrived())
-        line.receive()
+        heartbeat.leave()
+        connection.send(Arrived())
+        connection.receive()
 
     try:
-        task: Task = pickle.loads((folder / JOB).read_bytes())
+        task: Task = pickle.loads((folder / TASK).read_bytes())
         store = torch_ring.file_store(Path(given.store), given.world)
         with torch_ring.process_group("gloo", store, rank, given.world, given.timeout, rank):
-            seen = _watched(task, rank, fence)
+            seen = _observe(task, rank, fence)
             # A second training, for it takes a second model, which must not be there while memory is measured.
-            if task.row.family in HAVE_EVIDENCE:
-                seen = seen._replace(evidence=_evidence(task, rank))
-            (folder / SEEN.format(rank)).write_bytes(pickle.dumps(seen))
+            if task.variant.family in COMPARE_GRADIENTS:
+                seen = seen._replace(gradients=_gradients(task, rank))
+            (folder / OBSERVATION.format(rank)).write_bytes(pickle.dumps(seen))
             fence()
     except Exception as error:
         with contextlib.suppress(OSError):
-            line.send(Trouble(text=f"{type(error).__name__}: {error}"))
+            connection.send(Trouble(text=f"{type(error).__name__}: {error}"))
         raise
 
 
-def _watched(task: Task, rank: int, fence: Callable[[], None]) -> Seen:
+def _observe(task: Task, rank: int, fence: Callable[[], None]) -> Observation:
     """Train, and read the log and the kernel's counters."""
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler would write to standard error, and the kernel count it
     counted: list[meter.Counters] = []
     walked: list[tuple[dict[str, Storages], dict[str, Storages]]] = []
     # Not torch.profiler's: that loads a compiler, for seconds.
     with autograd.profile(profile_memory=True, record_shapes=True) as profiler:
-        training = BUILD[task.row.family](task)
+        training = BUILD[task.variant.family](task)
         kernel = meter.Kernel(meter.tcp_sockets())
         for x, y in _rows(task, rank, task.steps):
             before = kernel.read()
@@ -96,7 +99,7 @@ def _watched(task: Task, rank: int, fence: Callable[[], None]) -> Seen:
     log = Log(profiler.kineto_results.experimental_event_tree(), kept)
     begin, end = log.marks[STEP][SETTLED]
     held, rest = walked[SETTLED]
-    return Seen(
+    return Observation(
         held=log.held(log.marks[UPDATE][SETTLED][0], held),
         rest=log.held(end, rest),
         peak=log.peak(begin, end),
@@ -105,7 +108,7 @@ def _watched(task: Task, rank: int, fence: Callable[[], None]) -> Seen:
         unmeasured=kernel.unmeasured,
         asked=log.asked(begin, end),
         params=[_array(tensor) for tensor in training.params()],
-        evidence=[],
+        gradients=[],
     )
 
 
@@ -126,22 +129,22 @@ def _others_running() -> bool:
     return False
 
 
-def _evidence(task: Task, rank: int) -> list[Evidence]:
+def _gradients(task: Task, rank: int) -> list[StepGradients]:
     """Train again, and keep the gradients beside those that a copy of the network has from the rank's rows alone."""
-    training = BUILD[task.row.family](task)
+    training = BUILD[task.variant.family](task)
     twin = network(task)
-    found: list[Evidence] = []
-    for x, y in _rows(task, rank, EVIDENCE_STEPS):
+    found: list[StepGradients] = []
+    for x, y in _rows(task, rank, GRADIENT_STEPS):
         for copy, param in zip(twin.parameters(), training.params(), strict=True):
             copy.data = param.clone()
-        if task.row.family is Family.FSDP and task.row.precision == "bf16":
+        if task.variant.family is Family.FSDP and task.variant.precision == "bf16":
             twin.to(torch.bfloat16)
             x = x.to(torch.bfloat16)
         twin.zero_grad()
         loss_of(twin(x), y).backward()
         training.backward(training.forward(x, y))
         averaged = [_array(_local(param.grad)) for param in training.net.parameters()]
-        found.append(Evidence([_array(param.grad) for param in twin.parameters()], averaged, []))
+        found.append(StepGradients([_array(param.grad) for param in twin.parameters()], averaged, []))
         training.update()
     return [each._replace(groups=training.groups(step)) for step, each in enumerate(found)]
 

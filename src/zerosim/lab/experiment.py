@@ -18,9 +18,9 @@ from zerosim.ledger import Peak, Report
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (
-    Death,
     EventRecord,
     Failure,
+    OutOfMemoryRecord,
     PeakRecord,
     Prediction,
     SchemeRecord,
@@ -29,7 +29,7 @@ from zerosim.records.results import (
     SweepRow,
     TrafficRecord,
 )
-from zerosim.schemes import DP, Scheme, Stage
+from zerosim.schemes import Scheme, Stage
 
 STRICT_STEPS = 2  # what the first leaves behind, the second meets
 
@@ -49,6 +49,7 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
         precision=settings.precision,
         wire=settings.wire,
         gather=settings.gather,
+        node=settings.node,
     )
 
 
@@ -58,13 +59,15 @@ def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair
     return batches(settings.data, ranks, steps, settings.batch, widths, settings.seed)
 
 
-def plain_training(settings: Settings, ranks: int) -> Reference:
-    """What all schemes on so many ranks are held against."""
-    return Reference(DP, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire)
+def plain_training(row: Stage, settings: Settings, ranks: int) -> Reference:
+    """What all rows that sum in this one's order, on so many ranks, are held against."""
+    return Reference(
+        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node
+    )
 
 
 class Run:
-    """One scheme on N ranks, audited after each step, and alive until a hold passes its card's capacity.
+    """One scheme on N ranks, audited after each step, until a hold would pass its card's capacity.
 
     ``plain`` is the training that it is held against; runs in lockstep may share one.
     """
@@ -72,20 +75,22 @@ class Run:
     def __init__(self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None) -> None:
         self.row = row
         self._settings = settings
-        self._plain = plain or plain_training(settings, ranks)
+        self.two_axes = row.on(ranks, settings.node).two_axes  # the order in which it sums
+        self._plain = plain or plain_training(row, settings, ranks)
         self.job = job_of(settings, model, row, ranks)
         self.capacity = settings.capacity
-        self.death: Death | None = None
+        self.out_of_memory: OutOfMemoryRecord | None = None
         self.failures: list[Failure] = []
         self._scheme: Scheme | None = None
         try:
             self._scheme = row(model, ranks, settings.options())
         except OutOfMemory as error:
-            self._die(error, 0)
+            self._end(error, 0)
 
     @property
-    def alive(self) -> bool:
-        return self.death is None
+    def running(self) -> bool:
+        """Whether it has not run out of memory."""
+        return self.out_of_memory is None
 
     @property
     def scheme(self) -> Scheme:
@@ -101,32 +106,34 @@ class Run:
         return self._scheme.reports if self._scheme else []
 
     def step(self, batch: list[Pair]) -> None:
-        if not self.alive:
+        if not self.running:
             return
         try:
             self.scheme.step(batch)
         except OutOfMemory as error:
-            self._die(error, len(self._all_reports()))
+            self._end(error, len(self._all_reports()))
         else:
             step = len(self.reports)
             self._plain.reach(step, batch)
             self.failures += compare.against_plain(self.scheme, self._plain, step)
             self.failures += compare.audit(self.scheme, self.reports[-1], self.job)
 
-    def _die(self, error: OutOfMemory, step: int) -> None:
-        self.death = Death(
+    def _end(self, error: OutOfMemory, step: int) -> None:
+        self.out_of_memory = OutOfMemoryRecord(
             step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held
         )
 
-    def survives_predicted(self) -> bool:
-        return self.capacity is None or sum(theory.peak(self.job).values()) <= self.capacity
+    def fits_predicted(self) -> bool:
+        card, host = self.capacity, self._settings.host_capacity
+        on_card, on_host = sum(theory.peak(self.job).values()), sum(theory.host_peak(self.job).values())
+        return (card is None or on_card <= card) and (host is None or on_host <= host)
 
     def finish(self, *, sanitized: bool = True) -> list[Failure]:
-        """All that did not hold, survival on the card included, and what one more run in a stricter world finds."""
-        failures = self.failures + compare.survival(
-            self.row.name, self.job.ranks, self.death, self.survives_predicted()
+        """All that did not hold, what the card was to hold included, and what the sanitizer finds in one more run."""
+        failures = self.failures + compare.fits_on_card(
+            self.row.name, self.job.ranks, self.out_of_memory, self.fits_predicted()
         )
-        if sanitized and self.alive:
+        if sanitized and self.running:
             batches = list(batches_of(self._settings, self.job.ranks, STRICT_STEPS))
             failures += sanitizer.run(self.row, self._settings, self.job.ranks, batches)
         return failures
@@ -146,11 +153,11 @@ class Run:
             ),
             steps=[_step_record(report) for report in self.reports],
             events=_event_records(reports[-1]) if reports else [],
-            death=self.death,
+            out_of_memory=self.out_of_memory,
         )
 
     def sweep_row(self) -> SweepRow:
-        report = self.reports[-1] if self.alive else Report(step=0)
+        report = self.reports[-1] if self.running else Report(step=0)
         return SweepRow(
             ranks=self.job.ranks,
             scheme=self.row.name,
@@ -162,8 +169,8 @@ class Run:
             peak_without_activations_predicted=sum(theory.peak_without_activations(self.job).values()),
             sent=max(report.sent(), default=0),
             sent_predicted=sum(sum(bands.values()) for bands in theory.traffic(self.job).values()),
-            survives=self.alive,
-            survives_predicted=self.survives_predicted(),
+            fits=self.running,
+            fits_predicted=self.fits_predicted(),
             resident_by_band=_plain(report.resident),
             events=_event_records(report),
         )

@@ -12,12 +12,14 @@ from datetime import UTC, datetime
 
 from zerosim import theory
 from zerosim.checks import compare
+from zerosim.checks.reference import Reference
 from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
 from zerosim.model import MLP
-from zerosim.records.results import SCHEMA, Artefacts, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
+from zerosim.records.results import SCHEMA, Ablations, Difference, Failure, Results, SchemeRecord, Settings, SweepRow
 from zerosim.schemes import SCHEMES, Stage
+from zerosim.stages import Over
 from zerosim.util import arguments
 
 Advance = Callable[[str], None]
@@ -32,7 +34,7 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
     """
     validate(settings, rows)
     model = model_of(settings)
-    schemes, differences, failures = _side_by_side(settings, rows, model, advance)
+    schemes, differences, between, failures = _side_by_side(settings, rows, model, advance)
     sweep, found = _sweep(settings, rows, model, advance)
     return Results(
         schema=SCHEMA,
@@ -42,8 +44,9 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
         n_params=model.n_params,
         schemes=schemes,
         differences=differences,
+        between_orders=between,
         sweep=sweep,
-        artefacts=_artefacts(settings, model, advance),
+        ablations=_ablations(settings, model, advance),
         failures=failures + found,
     )
 
@@ -64,7 +67,10 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
     arguments.check_memory(
         f"lab(ranks={settings.ranks})",
         _footprint(settings, rows, model, settings.ranks),
-        {f"ranks={n}": _footprint(settings, rows, model, n) for n in sweep_ranks(settings.ranks)[-2::-1]},
+        {
+            f"ranks={n}": _footprint(settings, rows, model, n)
+            for n in sweep_ranks(settings.ranks, settings.node)[-2::-1]
+        },
     )
     next(batches_of(settings, 1, 1))
 
@@ -74,42 +80,63 @@ def _footprint(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int
     return ranks * sum(sum(theory.peak(job_of(settings, model, row, ranks)).values()) for row in rows)
 
 
-def sweep_ranks(ranks: int) -> list[int]:
-    """The powers of two up to ``ranks``, and ``ranks``."""
-    return sorted({1 << power for power in range(ranks.bit_length())} | {ranks})
+def sweep_ranks(ranks: int, node: int | None = None) -> list[int]:
+    """The powers of two up to ``ranks`` that can be cut into nodes, and ``ranks``."""
+    return sorted({n for power in range(ranks.bit_length()) if (n := 1 << power) % (node or 1) == 0} | {ranks})
 
 
 def work(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> int:
     """How many times ``run`` will call ``advance``."""
-    return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks))) + 3
+    return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks, settings.node))) + 3
 
 
 def _side_by_side(
     settings: Settings, rows: Sequence[Stage], model: MLP, advance: Advance
-) -> tuple[list[SchemeRecord], list[Difference], list[Failure]]:
-    """The schemes in lockstep on the same batches, compared after every step."""
-    plain = plain_training(settings, settings.ranks)
-    runs = [Run(row, settings, model, settings.ranks, plain) for row in rows]
+) -> tuple[list[SchemeRecord], list[Difference], list[Difference], list[Failure]]:
+    """The schemes in lockstep on the same batches, compared after every step.
+
+    Bits are compared among those that sum in one order. The second list of differences says how far the
+    first that sums over two axes is from the first that sums over all ranks at once.
+    """
+    runs = _runs(settings, rows, model, settings.ranks)
     differences: list[Difference] = []
+    between: list[Difference] = []
     failures: list[Failure] = []
     for step, batch in enumerate(batches_of(settings, settings.ranks, settings.steps), start=1):
         for each in runs:
             advance(f"step {step} of {settings.steps}: {each.row.name}")
             each.step(batch)
-        alive = [each for each in runs if each.alive]
-        if not alive:
-            continue
-        reference = compare.whole_states(alive[0].scheme)
-        for each in alive:
-            if each is alive[0] and each.scheme.shard.optimizer:
-                continue  # no copies to compare: its shards against themselves would prove nothing
-            difference, found = compare.compare(each.scheme, reference, step)
-            differences.append(difference)
-            failures += found
-        failures += compare.same_losses({each.row.name: each.reports[-1].loss for each in alive}, settings.ranks, step)
+        first: Run | None = None
+        for order in (False, True):
+            running = [each for each in runs if each.running and each.two_axes is order]
+            if not running:
+                continue
+            if first is not None:
+                between.append(compare.compare(running[0].scheme, compare.whole_states(first.scheme), step)[0])
+            first = first or running[0]
+            reference = compare.whole_states(running[0].scheme)
+            for each in running:
+                if each is running[0] and each.scheme.shard.optimizer is Over.ALL:
+                    continue  # no copies to compare: its shards against themselves would prove nothing
+                difference, found = compare.compare(each.scheme, reference, step)
+                differences.append(difference)
+                failures += found
+            losses = {each.row.name: each.reports[-1].loss for each in running}
+            failures += compare.same_losses(losses, settings.ranks, step)
     for each in runs:
         failures += each.finish(sanitized=False)  # the sweep goes up to this N, and is sanitized
-    return [each.record() for each in runs], differences, failures
+    return [each.record() for each in runs], differences, between, failures
+
+
+def _runs(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> list[Run]:
+    """A run of each row; those that sum in one order are held to one plain training."""
+    plain: dict[bool, Reference] = {}
+    runs = []
+    for row in rows:
+        two_axes = row.on(ranks, settings.node).two_axes
+        reference = plain.setdefault(two_axes, plain_training(row, settings, ranks))
+        runs.append(Run(row, settings, model, ranks, reference))
+    return runs
 
 
 def _sweep(
@@ -118,9 +145,8 @@ def _sweep(
     """All schemes on each N, a few steps each, audited like the rest."""
     rows: list[SweepRow] = []
     failures: list[Failure] = []
-    for ranks in sweep_ranks(settings.ranks):
-        plain = plain_training(settings, ranks)
-        runs = [Run(row, settings, model, ranks, plain) for row in schemes]
+    for ranks in sweep_ranks(settings.ranks, settings.node):
+        runs = _runs(settings, schemes, model, ranks)
         for batch in batches_of(settings, ranks, SWEEP_STEPS):
             for each in runs:
                 each.step(batch)
@@ -131,7 +157,7 @@ def _sweep(
     return rows, failures
 
 
-def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
+def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     """With one rank there is nothing to see, and fp32 parameters cannot travel in 16 bits."""
     several = settings.ranks > 1
     advance("gathering the whole model at once")
@@ -140,7 +166,7 @@ def _artefacts(settings: Settings, model: MLP, advance: Advance) -> Artefacts:
     narrow = ablations.narrow_wire(settings, model) if several and settings.precision in ablations.NARROW else None
     advance("buckets of another size in one scheme")
     bucket = ablations.whole_model_bucket(settings, model) if several else {}
-    return Artefacts(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
+    return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
 
 
 def _versions() -> dict[str, str]:

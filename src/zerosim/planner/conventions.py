@@ -1,97 +1,119 @@
 """How known systems do it: which bands each holds, how it pads, and what it sends, as rows of a table.
 
-Owns the rows and the rule by which dtypes travel. Must not know the plan that is made with them:
-a row answers with keyword options of ``Scheme`` and with what is held beside them, and any of it
-can be replaced by whoever asked for something else.
+Owns these rules and by which dtypes data is sent. They are looked up by what a scheme's row shards,
+so that a row of one's own follows them too. Must not know the plan that is made with them: a
+convention answers with ``Options`` and with what is held beside the model states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from zerosim.bands import PRECISIONS, WIRES, Band, DType
-from zerosim.buckets import PADDINGS
+from zerosim.options import Options, Padding
+from zerosim.schemes import SCHEMES, Stage
+from zerosim.util.arguments import one_of
 
 DEEPSPEED_BUCKET = 500_000_000  # elements: reduce_bucket_size unless told otherwise
+
+Sharded = tuple[bool, bool, bool]
+"""What a row shards: the optimizer's state, gradients, parameters."""
+
+
+def sharded(row: Stage) -> Sharded:
+    """What ``row`` shards, by which rules are looked up."""
+    return bool(row.optimizer), bool(row.grads), bool(row.params)
+
+
+NOTHING, OPTIMIZER, GRADS, PARAMS = map(sharded, SCHEMES)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a system does for rows that shard alike.
+
+    ``padding``, ``all_reduce`` and ``prefetch`` are options of the run; ``bucket`` is the elements of
+    a gradient bucket that is allocated before the first step, if there is one.
+    """
+
+    padding: Padding = "N"
+    all_reduce: bool = False
+    prefetch: int = 0
+    bucket: int | None = None
 
 
 @dataclass(frozen=True)
 class Convention:
     """One system's way. ``why`` has a sentence for each rule in which it differs from another.
 
-    ``stages`` are those that it has; ``precision`` the default; ``padding`` by stage; ``all_reduce``
-    the stages that all-reduce gradients though each rank needs only its share; ``prefetch`` by
-    stage, how many layers are gathered ahead; ``beside`` the elements held from the start beside the
-    states, by stage and band; ``left_out`` what the system does that is not counted.
+    ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded;
+    ``left_out`` what the system does that is not counted. ValueError for a precision that there is not.
+
+    >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
+    1
     """
 
     name: str
     system: str
     precision: str
-    stages: tuple[int, ...]
+    rules: Mapping[Sharded, Rules]
     why: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-    padding: Mapping[int, str] = field(default_factory=dict)
-    all_reduce: frozenset[int] = frozenset()
-    prefetch: Mapping[int, int] = field(default_factory=dict)
-    beside: Mapping[int, Mapping[Band, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS or not self.stages:
-            raise ValueError(f"Convention {self.name!r}: needs a precision of {', '.join(PRECISIONS)}, and stages.")
-        for padding in self.padding.values():
-            if padding not in PADDINGS:
-                raise ValueError(f"Convention {self.name!r}: pads to {', '.join(PADDINGS)}; got {padding!r}.")
+        one_of(f"Convention {self.name!r}", "precision", self.precision, PRECISIONS)
+        if not self.rules:
+            raise ValueError(f"Convention {self.name!r}: needs rules for at least one kind of row.")
 
-    def options(self, stage: int, precision: str | None = None) -> dict[str, Any]:
-        """Options of ``Scheme`` at ``stage``: precision, wire and, where they differ from a default, the rest.
+    def rows(self, precision: str | None = None) -> tuple[Stage, ...]:
+        """The built-in rows that the system has, those left out that cannot use ``precision`` (its own by default)."""
+        everywhere = PRECISIONS[precision or self.precision].everywhere
+        return tuple(row for row in SCHEMES if sharded(row) in self.rules and (everywhere or row.params))
 
-        ``precision`` takes the place of the convention's own, and the wire follows it. ValueError
-        for a stage that the system does not have, or an unknown precision.
-        """
-        self._check(stage)
-        name = self.precision if precision is None else precision
-        if name not in PRECISIONS:
-            raise ValueError(f"Convention.options(precision): one of {', '.join(PRECISIONS)}; got {name!r}.")
-        row = PRECISIONS[name]
-        grads, working = _wire(row.grads or row.working), _wire(row.working)
-        options: dict[str, Any] = {"precision": name, "wire": grads}
-        if working != grads:
-            options["wire_params"] = working
-        if stage in self.padding:
-            options["padding"] = self.padding[stage]
-        if stage in self.all_reduce:
-            options["all_reduce"] = True
-        if self.prefetch.get(stage):
-            options["prefetch"] = self.prefetch[stage]
-        return options
-
-    def extra(self, stage: int, elements: int | None = None) -> dict[Band, int]:
-        """What a rank holds from the start beside the states: elements by band, in the band's own dtype.
-
-        ``elements`` takes the place of the system's default size of a bucket.
-        """
-        self._check(stage)
-        return {band: default if elements is None else elements for band, default in self.beside.get(stage, {}).items()}
-
-    def _check(self, stage: int) -> None:
-        if stage not in self.stages:
+    def of(self, row: Stage) -> Rules:
+        """The rules for ``row``. ValueError, with the rows that there are, for one that the system has not."""
+        found = self.rules.get(sharded(row))
+        if found is None:
+            known = ", ".join(each.name for each in SCHEMES if sharded(each) in self.rules)
             raise ValueError(
-                f"Convention {self.name!r}: {self.system} has no stage {stage}; choose from "
-                f"{', '.join(map(str, self.stages))}, or another convention."
+                f"plan(convention): {self.system} has no {row.name}; it has {known}. Choose one of these, or another "
+                f"convention."
             )
+        return found
+
+    def options(self, row: Stage, precision: str | None = None) -> Options:
+        """The options that ``row`` runs with. ``precision`` replaces the convention's own; what is sent follows it.
+
+        ValueError for a row that the system has not, or an unknown precision.
+        """
+        rules = self.of(row)
+        name = self.precision if precision is None else precision
+        one_of("plan", "precision", name, PRECISIONS)
+        recipe = PRECISIONS[name]
+        grads, working = wire_name(recipe.grads or recipe.working), wire_name(recipe.working)
+        return Options(
+            precision=name, wire=grads, wire_params=None if working == grads else working,
+            padding=rules.padding, all_reduce=rules.all_reduce, prefetch=rules.prefetch,
+        )  # fmt: skip
+
+    def beside(self, row: Stage, elements: int | None = None) -> dict[Band, int]:
+        """What a rank holds from the start beside the model states: elements by band, in the band's own dtype.
+
+        ``elements`` replaces the system's default size of a bucket.
+        """
+        bucket = self.of(row).bucket
+        return {} if bucket is None else {Band.BUCKET: bucket if elements is None else elements}
 
 
-def _wire(dtype: DType) -> str:
-    """The name that the wire of this dtype has."""
+def wire_name(dtype: DType) -> str:
+    """The name of the wire of this dtype."""
     return next(name for name, wire in WIRES.items() if wire == dtype)
 
 
-_TRAVEL = "Gradients travel in the dtype that they are kept in, parameters in the one that is computed with."
-_BUCKET: Mapping[Band, int] = MappingProxyType({Band.BUCKET: DEEPSPEED_BUCKET})
+_TRAVEL = "Gradients are sent in the dtype that they are kept in, parameters in the one that is computed with."
+_PLAIN = Rules()
 
 CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
     {
@@ -101,21 +123,26 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 "zero",
                 "the ZeRO paper",
                 "mixed",
-                (0, 1, 2, 3),
+                dict.fromkeys((NOTHING, OPTIMIZER, GRADS, PARAMS), _PLAIN),
                 (
                     "Mixed precision with Adam takes 16 bytes per parameter: 2 of parameters, 2 of gradients, and 12 "
                     "(K) of fp32 master weights and moments (arXiv 1910.02054, section 3.1).",
                     "Stages 1 and 2 reduce-scatter gradients and all-gather parameters, so they send what data "
                     "parallel sends; stage 3 gathers twice and sends half as much again (section 7).",
                     _TRAVEL,
-                    "A layer is padded to N equal shares.",
+                    "A layer is padded to N equal shards.",
                 ),
             ),
             Convention(
                 "deepspeed",
                 "DeepSpeed",
                 "mixed",
-                (0, 1, 2, 3),
+                {
+                    NOTHING: _PLAIN,
+                    OPTIMIZER: Rules(padding="2N", all_reduce=True),
+                    GRADS: Rules(padding="2N", all_reduce=True, bucket=DEEPSPEED_BUCKET),
+                    PARAMS: Rules(padding="each", bucket=DEEPSPEED_BUCKET),
+                },
                 (
                     "Mixed precision with Adam takes the paper's 16 bytes per parameter.",
                     "Stages 1 and 2 all-reduce gradients where a reduce-scatter would do, and then gather parameters: "
@@ -132,18 +159,15 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "Stage 1 takes the bucket too while it reduces, if contiguous_gradients is on; here it takes none.",
                     "The optimizer's fp32 copy of the gradients is made in pieces and is a register here.",
                 ),
-                padding={1: "2N", 2: "2N", 3: "each"},
-                all_reduce=frozenset({1, 2}),
-                beside={2: _BUCKET, 3: _BUCKET},
             ),
             Convention(
                 "fsdp2",
                 "FSDP2 (fully_shard)",
                 "fsdp",
-                (3,),
+                {PARAMS: Rules(padding="rows", prefetch=1)},
                 (
                     "The shards are fp32 and are themselves what the optimizer updates: 4 bytes of parameters, 4 of "
-                    "gradients and 8 of moments, 16 in all, and all of it shared out.",
+                    "gradients and 8 of moments, 16 in all, all of it sharded.",
                     "Parameters are cast to bf16 and then gathered; gradients come out of backward in bf16 and are "
                     "reduced in fp32 (MixedPrecisionPolicy with param_dtype bf16 and reduce_dtype fp32).",
                     "Each parameter is cut along its first axis and padded to a multiple of N rows.",
@@ -156,14 +180,12 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "its peak FSDP2 holds about four buffers of a unit's size, here there are three and the ring's "
                     "blocks.",
                 ),
-                padding={3: "rows"},
-                prefetch={3: 1},
             ),
             Convention(
                 "megatron",
                 "Megatron's distributed optimizer",
                 "bf16-fp32-grads",
-                (0, 1),
+                {NOTHING: _PLAIN, OPTIMIZER: _PLAIN},
                 (
                     "Gradients are accumulated and reduced in fp32 and in nothing else: 2 bytes of parameters, 4 of "
                     "gradients, 12 of the optimizer's, 18 in all and 6 + 12/N with the distributed optimizer; fp16 "

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from zerosim.bands import Band
+from zerosim.planner.conventions import GRADS, NOTHING, OPTIMIZER, PARAMS, Sharded, sharded
+from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2
 
 Terms = Mapping[str, Fraction]
 
@@ -25,12 +27,12 @@ class Facts:
 
     ``params`` counts tied weights once and frozen ones too; ``largest_layer`` is the parameters
     that the largest single module has itself, ``largest_unit`` those of the largest unit that is
-    gathered as a whole; ``stage`` is 0 for data parallel, 1, 2 or 3.
+    gathered as a whole; of ``row`` only what it shards is read.
     """
 
     params: int
     ranks: int
-    stage: int
+    row: Stage
     largest_layer: int
     largest_unit: int
 
@@ -39,8 +41,6 @@ class Facts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Facts({name}): needs an integer of 1 or more; got {value!r}.")
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"Facts(stage): 0 for data parallel, 1, 2 or 3; got {self.stage!r}.")
 
 
 @dataclass(frozen=True)
@@ -69,85 +69,83 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A row of the table: the formula at each stage that the estimator answers for, and its terms.
+    """One estimator: the formula for each kind of row that it answers for, and its terms.
 
-    ``formulas`` and ``whys`` are by stage.
+    ``formulas`` and ``whys`` are by what is sharded.
     """
 
     name: str
-    formulas: Mapping[int, str]
-    whys: Mapping[int, str]
+    formulas: Mapping[Sharded, str]
+    whys: Mapping[Sharded, str]
     source: str
     terms: Callable[[Facts], Terms]
 
     def __call__(self, facts: Facts) -> Estimate:
-        """Its answer; ValueError for a stage that it has no formula for."""
-        if facts.stage not in self.formulas:
-            answers = ", ".join(map(str, self.formulas))
-            raise ValueError(f"{self.name} has no formula for stage {facts.stage}; it answers for {answers}.")
+        """Its answer; ValueError for a row that it has no formula for."""
+        kind = sharded(facts.row)
+        if kind not in self.formulas:
+            known = ", ".join(row.name for row in SCHEMES if sharded(row) in self.formulas)
+            raise ValueError(f"{self.name} has no formula for {facts.row.name}; it answers for {known}.")
         terms = self.terms(facts)
         return Estimate(
             self.name,
-            self.formulas[facts.stage],
+            self.formulas[kind],
             int(sum(terms.values())),  # rounded down, as the estimators do
-            self.whys[facts.stage],
+            self.whys[kind],
             self.source,
             terms,
         )
 
 
 def _states(
-    facts: Facts, *, params: int, grads: int, main_grads: int = 0, master: int = 4, moments: int = 8, sharded: int
+    facts: Facts, row: Stage, *, params: int, grads: int, main_grads: int = 0, master: int = 4, moments: int = 8
 ) -> dict[str, Fraction]:
-    """Bytes of each state from bytes per parameter; those from ``sharded`` on are a share of N.
-
-    ``sharded``: 0 nothing, 1 the optimizer's, 2 gradients too, 3 parameters too.
-    """
-
-    def part(each: int, of_stage: int) -> Fraction:
-        return Fraction(each * facts.params, facts.ranks if sharded >= of_stage else 1)
-
-    found = {
-        Band.PARAMS: part(params, 3),
-        Band.GRADS: part(grads, 2),
-        Band.MAIN_GRADS: part(main_grads, 1),
-        Band.MASTER: part(master, 1),
-        Band.EXP_AVG: part(moments // 2, 1),
-        Band.EXP_AVG_SQ: part(moments // 2, 1),
+    """Bytes of each state from bytes per parameter; of what ``row`` shards, a rank's shard."""
+    each = {
+        Band.PARAMS: params,
+        Band.GRADS: grads,
+        Band.MAIN_GRADS: main_grads,
+        Band.MASTER: master,
+        Band.EXP_AVG: moments // 2,
+        Band.EXP_AVG_SQ: moments // 2,
     }
-    return {str(band): nbytes for band, nbytes in found.items() if nbytes}
+    return {
+        str(band): Fraction(nbytes * facts.params, facts.ranks if row.over(band) else 1)
+        for band, nbytes in each.items()
+        if nbytes
+    }
 
 
 def _paper(facts: Facts) -> Terms:
-    return _states(facts, params=2, grads=2, sharded=facts.stage)
+    return _states(facts, facts.row, params=2, grads=2)
 
 
 def _documented(facts: Facts) -> Terms:
-    if facts.stage == 2:  # 4 P of 16-bit parameters and gradients, and 16 P of fp32 shared out
-        return _states(facts, params=2, grads=2, main_grads=4, sharded=1)
+    if sharded(facts.row) == GRADS:  # 4 P of 16-bit parameters and gradients, and 16 P of fp32 sharded
+        return _states(facts, ZeRO1, params=2, grads=2, main_grads=4)
     return _coded(facts)
 
 
 def _coded(facts: Facts) -> Terms:
-    if facts.stage == 2:
-        return _states(facts, params=2, grads=2, main_grads=4, sharded=2)
+    if sharded(facts.row) == GRADS:
+        return _states(facts, ZeRO2, params=2, grads=2, main_grads=4)
     layer = {
         str(Band.GATHERED): 2 * Fraction(facts.largest_layer),
         str(Band.UNREDUCED): 2 * Fraction(facts.largest_layer),
     }
-    return _states(facts, params=2, grads=0, main_grads=4, sharded=3) | layer
+    return _states(facts, facts.row, params=2, grads=0, main_grads=4) | layer
 
 
 def _fsdp(facts: Facts) -> Terms:
     unit = {str(Band.GATHERED): 2 * Fraction(facts.largest_unit)}
-    return _states(facts, params=4, grads=4, master=0, sharded=3) | unit
+    return _states(facts, facts.row, params=4, grads=4, master=0) | unit
 
 
 def _cookbook(facts: Facts) -> Terms:
-    states = _states(facts, params=2, grads=4, sharded=facts.stage)
-    if facts.ranks > 1 and facts.stage >= 1:
+    states = _states(facts, facts.row, params=2, grads=4)
+    if facts.ranks > 1 and facts.row.optimizer:
         states[str(Band.BLOCKS)] = 2 * Fraction(500_000_000)
-    if facts.ranks > 1 and facts.stage == 3:
+    if facts.ranks > 1 and facts.row.params:
         states[str(Band.GATHERED)] = 2 * Fraction(1_000_000_000)
     return states
 
@@ -160,12 +158,13 @@ _FP32_GRADS = "adds 4 bytes per parameter for an fp32 copy of the gradients, mad
 _DEEPSPEED = "DeepSpeed 0.19.8, deepspeed/runtime/zero"
 _UNSHARDED = "knows no ranks: it is the answer for one card without ZeRO, whatever N is"
 
+EVERY = (NOTHING, OPTIMIZER, GRADS, PARAMS)
 ESTIMATORS: tuple[Estimator, ...] = (
     Estimator(
         "ZeRO paper, Table 1",
-        {0: "16 P", 1: "4 P + 12 P/N", 2: "2 P + 14 P/N", 3: "16 P/N"},
+        {NOTHING: "16 P", OPTIMIZER: "4 P + 12 P/N", GRADS: "2 P + 14 P/N", PARAMS: "16 P/N"},
         dict.fromkeys(
-            range(4),
+            EVERY,
             "model states at rest alone: no padding, and none of what a step holds for a while (a gathered layer, "
             "gradients not yet reduced, blocks in flight, activations)",
         ),
@@ -174,10 +173,11 @@ ESTIMATORS: tuple[Estimator, ...] = (
     ),
     Estimator(
         "DeepSpeed's estimator, as documented",
-        {2: "4 P + 16 P/N", 3: "4 L + 18 P/N"},
+        {GRADS: "4 P + 16 P/N", PARAMS: "4 L + 18 P/N"},
         {
-            2: f"counts the 16-bit gradients whole, which stage 2 frees as soon as they are reduced, and {_FP32_GRADS}",
-            3: "counts the largest single module gathered (2 L) and its gradients (2 L), where a whole unit is "
+            GRADS: "counts the 16-bit gradients whole, which stage 2 frees as soon as they are reduced, and "
+            f"{_FP32_GRADS}",
+            PARAMS: "counts the largest single module gathered (2 L) and its gradients (2 L), where a whole unit is "
             f"gathered; {_FP32_GRADS}, and leaves the 16-bit ones out",
         },
         "DeepSpeed documentation, Memory Requirements",
@@ -185,11 +185,11 @@ ESTIMATORS: tuple[Estimator, ...] = (
     ),
     Estimator(
         "DeepSpeed's estimator, as coded",
-        {2: "2 P + 18 P/N", 3: "4 L + 18 P/N"},
+        {GRADS: "2 P + 18 P/N", PARAMS: "4 L + 18 P/N"},
         {
-            2: f"{_FP32_GRADS}; neither the gradient bucket (5e8 elements) nor a layer's gradients before they are "
+            GRADS: f"{_FP32_GRADS}; neither the gradient bucket (5e8 elements) nor a layer's gradients before they are "
             "reduced are in it",
-            3: "counts the largest single module gathered (2 L) and its gradients (2 L), where a whole unit is "
+            PARAMS: "counts the largest single module gathered (2 L) and its gradients (2 L), where a whole unit is "
             f"gathered; {_FP32_GRADS}, and leaves the 16-bit ones and the gradient bucket out",
         },
         f"{_DEEPSPEED}, estimate_zero2_model_states_mem_needs and estimate_zero3_model_states_mem_needs",
@@ -197,41 +197,42 @@ ESTIMATORS: tuple[Estimator, ...] = (
     ),
     Estimator(
         "Megatron's theoretical memory report",
-        {0: "18 P", 1: "6 P + 12 P/N"},
+        {NOTHING: "18 P", OPTIMIZER: "6 P + 12 P/N"},
         dict.fromkeys(
-            (0, 1),
+            (NOTHING, OPTIMIZER),
             "counts gradients in fp32 only, 4 bytes and whole, as Megatron accumulates them; the paper's 16 bytes have "
             "2 of gradients",
         ),
         "Megatron-LM, megatron/training/theoretical_memory_usage.py, without its activations",
-        lambda facts: _states(facts, params=2, grads=4, sharded=facts.stage),
+        lambda facts: _states(facts, facts.row, params=2, grads=4),
     ),
     Estimator(
         "Megatron's distributed optimizer, fp16 gradients",
-        {0: "20 P", 1: "4 P + 16 P/N"},
+        {NOTHING: "20 P", OPTIMIZER: "4 P + 16 P/N"},
         dict.fromkeys(
-            (0, 1), "keeps fp32 main gradients beside the fp16 ones: 4 bytes that the paper's 16 do not have"
+            (NOTHING, OPTIMIZER),
+            "keeps fp32 main gradients beside the fp16 ones: 4 bytes that the paper's 16 do not have",
         ),
         "Megatron Core user guide, Distributed Optimizer",
-        lambda facts: _states(facts, params=2, grads=2, main_grads=4, sharded=facts.stage),
+        lambda facts: _states(facts, facts.row, params=2, grads=2, main_grads=4),
     ),
     Estimator(
         "Megatron's distributed optimizer, all fp32",
-        {0: "16 P", 1: "8 P + 8 P/N"},
+        {NOTHING: "16 P", OPTIMIZER: "8 P + 8 P/N"},
         dict.fromkeys(
-            (0, 1),
+            (NOTHING, OPTIMIZER),
             "parameters and gradients are 4 bytes each and there is no master copy: the same 16 bytes, but 8 of them "
             "are not the optimizer's and stay whole",
         ),
         "Megatron Core user guide, Distributed Optimizer",
-        lambda facts: _states(facts, params=4, grads=4, master=0, sharded=facts.stage),
+        lambda facts: _states(facts, facts.row, params=4, grads=4, master=0),
     ),
     Estimator(
         "FSDP's rule: shards and the largest unit",
-        {3: "16 P/N + 2 U"},
+        {PARAMS: "16 P/N + 2 U"},
         {
-            3: "gathers one unit; with prefetch two are gathered at a time, and backward holds the unit's gradients "
-            "and the reduction's blocks as well"
+            PARAMS: "gathers one unit; with prefetch two are gathered at a time, and backward holds the unit's "
+            "gradients and the reduction's blocks as well"
         },
         "Zhao et al., arXiv 2304.11277, section 3: the sum of the shards plus the largest unit; here with fp32 "
         "shards, gradients and moments, and the unit in 16 bits",
@@ -240,16 +241,16 @@ ESTIMATORS: tuple[Estimator, ...] = (
     Estimator(
         "EleutherAI's cookbook",
         {
-            0: "18 P",
-            1: "6 P + 12 P/N + 1e9 if N > 1",
-            2: "2 P + 16 P/N + 1e9 if N > 1",
-            3: "18 P/N + 3e9 if N > 1",
+            NOTHING: "18 P",
+            OPTIMIZER: "6 P + 12 P/N + 1e9 if N > 1",
+            GRADS: "2 P + 16 P/N + 1e9 if N > 1",
+            PARAMS: "18 P/N + 3e9 if N > 1",
         },
         {
-            0: "counts gradients in fp32, 4 bytes",
-            1: "counts gradients in fp32, 4 bytes, and DeepSpeed's bucket for gathering (5e8 elements) in full",
-            2: "counts gradients in fp32, 4 bytes, and DeepSpeed's bucket for gathering (5e8 elements) in full",
-            3: "counts gradients in fp32, 4 bytes, DeepSpeed's bucket for gathering (5e8 elements) in full, and "
+            NOTHING: "counts gradients in fp32, 4 bytes",
+            OPTIMIZER: "counts gradients in fp32, 4 bytes, and DeepSpeed's bucket for gathering (5e8 elements) in full",
+            GRADS: "counts gradients in fp32, 4 bytes, and DeepSpeed's bucket for gathering (5e8 elements) in full",
+            PARAMS: "counts gradients in fp32, 4 bytes, DeepSpeed's bucket for gathering (5e8 elements) in full, and "
             "stage3_max_live_parameters (1e9) as though so many were always gathered, even of a smaller model",
         },
         "EleutherAI cookbook, calc/calc_transformer_mem.py (Transformer Math 101), without its activations",
@@ -257,16 +258,16 @@ ESTIMATORS: tuple[Estimator, ...] = (
     ),
     Estimator(
         "Hugging Face's anatomy of a training step",
-        dict.fromkeys(range(4), "18 P"),
-        dict.fromkeys(range(4), f"{_UNSHARDED}; it counts gradients in fp32, 4 bytes"),
+        dict.fromkeys(EVERY, "18 P"),
+        dict.fromkeys(EVERY, f"{_UNSHARDED}; it counts gradients in fp32, 4 bytes"),
         "Hugging Face transformers documentation, GPU memory usage",
-        lambda facts: _states(facts, params=2, grads=4, sharded=0),
+        lambda facts: _states(facts, DP, params=2, grads=4),
     ),
     Estimator(
         "accelerate estimate-memory, 16-bit",
-        dict.fromkeys(range(4), "8 P"),
+        dict.fromkeys(EVERY, "8 P"),
         dict.fromkeys(
-            range(4),
+            EVERY,
             f"{_UNSHARDED}; and it prints the largest of its parts (model 4 P, gradients 6 P, optimizer 8 P) as though "
             "they were not held at once",
         ),
@@ -277,5 +278,5 @@ ESTIMATORS: tuple[Estimator, ...] = (
 
 
 def estimates(facts: Facts) -> list[Estimate]:
-    """The answers of all estimators that have a formula for this stage, in the order of the table."""
-    return [estimator(facts) for estimator in ESTIMATORS if facts.stage in estimator.formulas]
+    """The answers of all estimators that have a formula for this row, in the order of the table."""
+    return [estimator(facts) for estimator in ESTIMATORS if sharded(facts.row) in estimator.formulas]

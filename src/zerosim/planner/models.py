@@ -9,8 +9,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerosim.planner import configs
-from zerosim.planner.sources import Perceptron, Source
+from zerosim.planner import config_file
+from zerosim.planner.model_source import ModelSource, Perceptron
 
 MOST_LAYERS = 10_000
 FORMS = (
@@ -21,7 +21,7 @@ _NUMBERS = re.compile(r"[\s\d,.+xX_-]+")
 _PYTHON = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-def read(text: str) -> Source:
+def read(text: str) -> ModelSource:
     """The source that MODEL names.
 
     ValueError, with what would work, if it is none or cannot be read; ModuleNotFoundError without the
@@ -32,9 +32,9 @@ def read(text: str) -> Source:
         return Perceptron(_widths(text))
     if _PYTHON.fullmatch(text) and not path.exists():
         _require("torch", extra="torch")
-        from zerosim.planner import torch_sources
+        from zerosim.planner import python_path
 
-        return torch_sources.from_python(text)
+        return python_path.from_python(text)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
@@ -42,11 +42,11 @@ def read(text: str) -> Source:
             f"plan(MODEL): there is no {path}. {FORMS}. Nothing is fetched from a network: for a model's name on a "
             f"hub, fetch its config.json first."
         )
-    values = configs.read(path)
+    values = config_file.read(path)
     _require("torch", "transformers", extra="plan")
-    from zerosim.planner import torch_configs
+    from zerosim.planner import hf_models
 
-    return torch_configs.from_values(values, str(path))
+    return hf_models.from_values(values, str(path))
 
 
 def _require(*packages: str, extra: str) -> None:

@@ -14,10 +14,16 @@ import msgspec
 
 from zerosim.bands import PRECISIONS, WIRES, DType
 from zerosim.records.plan import Question
+from zerosim.stages import DP, SCHEMES, Stage
 from zerosim.util import sizes
 
 MOST_RANKS = 65_536
 MOST_ROWS = 2**31
+_NAMES = {
+    name: row
+    for number, row in enumerate(SCHEMES)
+    for name in (str(number), row.name.lower().replace("-", "").replace(" ", ""), *("ddp", "dp", "zero0") * (row is DP))
+}
 _RANGE = re.compile(r"(\d+)\s*(?:-|\.\.|:)\s*(\d+)")
 
 
@@ -64,10 +70,22 @@ def bucket(text: str, precision: str | None) -> Literal["layer", "model"] | int:
     return max(1, nbytes // gradient(precision or "mixed").itemsize)
 
 
-def stages(known: Sequence[int], precision: str) -> list[int]:
-    """Those of a convention's stages that can use a precision: some exist only while parameters are gathered."""
-    everywhere = PRECISIONS[precision].everywhere
-    return [stage for stage in known if everywhere or stage == max(known)]
+def rows(names: Sequence[str]) -> list[Stage]:
+    """Built-in rows by what they are called, as in ZeRO-2, zero2 or 2; each once, in the order of the table.
+
+    ValueError, naming what there is, for any other.
+    """
+    found = set()
+    for name in (part.strip() for each in names for part in each.split(",")):
+        plain = name.lower().replace("-", "").replace("_", "").replace(" ", "")
+        row = _NAMES.get(plain)
+        if row is None:
+            raise ValueError(
+                f"plan(scheme): one of {', '.join(row.name for row in SCHEMES)} (or ddp, zero1, zero2, zero3; or 0 to "
+                f"3); got {name!r}."
+            )
+        found.add(row)
+    return [row for row in SCHEMES if row in found]
 
 
 def gradient(precision: str) -> DType:
@@ -85,8 +103,8 @@ def check(question: Question) -> Question:
             raise ValueError(f"plan({name}): one of {', '.join(known)}; got {value!r}.")
     if not question.gpus or not question.asked:
         raise ValueError("plan(gpus): at least one number of GPUs is needed, as in --gpus 8.")
-    if not question.stages:
-        raise ValueError("plan(stages): at least one of the stages 0, 1, 2 and 3 is needed.")
+    if not question.rows:
+        raise ValueError("plan(rows): at least one row is needed, as in [ZeRO3].")
     for name, most in (("micro_batch", MOST_ROWS), ("sequence", MOST_ROWS), ("accumulate", 2**16), ("prefetch", 2**16)):
         value = getattr(question, name)
         if value is not None and value > most:
@@ -108,6 +126,6 @@ def beyond(ranks: int, params: int) -> None:
     """Refuse more ranks than there are parameters."""
     if ranks > params:
         raise ValueError(
-            f"plan(gpus): {ranks:,} ranks cannot share out {params:,} parameters: some would own nothing but padding. "
+            f"plan(gpus): {ranks:,} ranks cannot shard {params:,} parameters: some would own nothing but padding. "
             f"Use at most {params:,}."
         )

@@ -14,19 +14,18 @@ from zerosim.bands import FP32, PRECISIONS, Array, Band
 from zerosim.checks import compare as checks
 from zerosim.ledger import Phase
 from zerosim.optimizer import Adam
-from zerosim.real_ranks import meter
-from zerosim.real_ranks import setup as agreed
-from zerosim.real_ranks.messages import Simulated, Stepped
-from zerosim.real_ranks.meter import Op
+from zerosim.real_ranks.cases import Case, model
+from zerosim.real_ranks.connection import Simulated, Stepped
 from zerosim.records.real_ranks import Flow, RankRecord, Run, Settings, StepTime
 from zerosim.records.results import Failure
+from zerosim.worlds import gloo
 
 BITS, LOSSES, BYTES, MEMORY = "bits", "losses", "bytes", "memory"
 CHECKS = (BITS, LOSSES, BYTES, MEMORY)
 PROCESS, SOCKETS = "process", "sockets"
 
 
-class Evidence:
+class RunComparison:
     """Compares a run step by step.
 
     ``metered`` tells whether the backend's framing is known; without it the kernel's counts
@@ -34,10 +33,10 @@ class Evidence:
     order; if not, bits and losses are left out.
     """
 
-    def __init__(self, settings: Settings, plan: agreed.Plan, *, metered: bool, comparable: bool) -> None:
-        self._settings, self._plan, self._metered, self._comparable = settings, plan, metered, comparable
-        self._units = [layer.name for layer in agreed.model(settings).layers]
-        precision = PRECISIONS[plan.precision]
+    def __init__(self, settings: Settings, case: Case, *, metered: bool, comparable: bool) -> None:
+        self._settings, self._case, self._metered, self._comparable = settings, case, metered, comparable
+        self._units = [layer.name for layer in model(settings).layers]
+        precision = PRECISIONS[case.precision]
         self._dtypes = {
             band: dtype
             for band, dtype in precision.dtypes(FP32).items()
@@ -65,7 +64,7 @@ class Evidence:
         if measured != expected:
             self.failures.append(
                 Failure(
-                    check=check, scheme=str(self._plan), ranks=self._settings.ranks, step=len(self._told), rank=rank,
+                    check=check, scheme=str(self._case), ranks=self._settings.ranks, step=len(self._told), rank=rank,
                     quantity=quantity, measured=_words(measured), expected=_words(expected),
                 )
             )  # fmt: skip
@@ -117,17 +116,17 @@ class Evidence:
             if counted is not None:
                 self._expect(BYTES, rank, f"bytes {what}, against payload and framing", counted, explained)
 
-    def _handed(self, told: Stepped) -> meter.Moved:
-        """What the calls to torch ask to be moved, by the textbook."""
-        return self._over_calls(told, meter.textbook)
+    def _handed(self, told: Stepped) -> gloo.Moved:
+        """What the calls to torch ask to be sent, by the textbook."""
+        return self._over_calls(told, gloo.textbook)
 
-    def _moved(self, told: Stepped) -> meter.Moved:
+    def _moved(self, told: Stepped) -> gloo.Moved:
         """What gloo is known to make of them."""
-        return self._over_calls(told, meter.moved)
+        return self._over_calls(told, gloo.moved)
 
-    def _over_calls(self, told: Stepped, cost: Callable[[Op, int, int], meter.Moved]) -> meter.Moved:
-        size = self._settings.ranks
-        return meter.total(cost(Op(call.op), call.nbytes, size) for call in told.handed for _ in range(call.times))
+    def _over_calls(self, told: Stepped, cost: Callable[[gloo.Call, int, int], gloo.Moved | None]) -> gloo.Moved:
+        each = ((cost(gloo.Call(call.op, call.nbytes), 0, self._settings.ranks), call.times) for call in told.handed)
+        return gloo.total(moved for moved, times in each if moved is not None for _ in range(times))
 
     def _compare_memory(self, rank: int, told: Stepped, expected: Simulated) -> None:
         for what, real, wanted in (
@@ -143,9 +142,9 @@ class Evidence:
         """What was found up to now."""
         last = self._expected[-1] if self._expected else None
         return Run(
-            scheme=self._plan.stage.name,
-            collectives=self._plan.collectives,
-            precision=self._plan.precision,
+            row=self._case.row,
+            collectives=self._case.collectives,
+            precision=self._case.precision,
             complete=len(self._told) == self._settings.steps,
             compared=self._compared,
             differing=self._differing,

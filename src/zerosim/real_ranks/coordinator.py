@@ -12,8 +12,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
+from zerosim.real_ranks.connection import Bye, Connection, Message, Trouble
 from zerosim.real_ranks.launch import Group
-from zerosim.real_ranks.messages import Bye, Line, Message, Trouble
 
 M = TypeVar("M", bound=Message)
 _SETTLE = 2.0  # seconds in which the cause of a failure may still show after its first consequence
@@ -27,24 +27,24 @@ class RankFailure(RuntimeError):
         self.ranks = list(ranks)
 
 
-class Hub:
-    """``lines[r]`` leads to rank r. ``timeout``: seconds without progress after which it is over.
+class Coordinator:
+    """``connections[r]`` leads to rank r. ``timeout``: seconds without progress after which it is over.
 
     With a ``group``, the ranks of this machine, it is known how each fares; without one, only
-    whether its line is open. ``who`` names a rank, and ``early`` are messages that came before.
+    whether its connection is open. ``who`` names a rank, and ``early`` are messages that came before.
     """
 
     def __init__(
         self,
-        lines: Sequence[Line],
+        connections: Sequence[Connection],
         timeout: float,
         group: Group | None = None,
         who: str = "Rank {}",
         early: Sequence[list[Message]] | None = None,
     ) -> None:
         self._who = who
-        self.lines, self.timeout, self.group = list(lines), timeout, group
-        self._early = list(early) if early else [[] for _ in lines]
+        self.connections, self.timeout, self.group = list(connections), timeout, group
+        self._early = list(early) if early else [[] for _ in connections]
         self._heard = time.monotonic()
         self._doing = ""
         self._gone: set[int] = set()
@@ -53,9 +53,9 @@ class Hub:
 
     def tell(self, message: Message) -> None:
         """Send ``message`` to every rank that can still hear it."""
-        for line in self.lines:
+        for connection in self.connections:
             with contextlib.suppress(OSError):
-                line.send(message)
+                connection.send(message)
 
     def gather(self, kind: type[M], doing: str) -> list[M]:
         """One message of that kind from every rank, in the order of ranks. RankFailure if one does not come.
@@ -70,8 +70,8 @@ class Hub:
                     message = early.pop(0)
                     assert isinstance(message, kind), message
                     got[rank] = message
-            if len(got) == len(self.lines):
-                return [got[rank] for rank in range(len(self.lines))]
+            if len(got) == len(self.connections):
+                return [got[rank] for rank in range(len(self.connections))]
             if self._failing():
                 self._settle()
                 raise self._failure(got, doing)
@@ -98,7 +98,7 @@ class Hub:
 
     def _deadline(self) -> float:
         """When patience ends: the timeout after the last progress, or half of it after a rank was stopped."""
-        latest = max(self._heard, self.group.board.latest() if self.group else 0.0)
+        latest = max(self._heard, self.group.heartbeats.latest() if self.group else 0.0)
         stopped = self.group is not None and any(fate.stopped for fate in self.group.fates.values())
         if not stopped:
             self._stopped_since = None
@@ -110,19 +110,19 @@ class Hub:
     def _listen(self, wait: float) -> bool:
         """Take what has come, waiting so many seconds for it; whether anything had."""
         speakers: dict[int, int | None] = {
-            line.fileno(): rank for rank, line in enumerate(self.lines) if rank not in self._gone
+            connection.fileno(): rank for rank, connection in enumerate(self.connections) if rank not in self._gone
         }
         if self.group is not None:
-            speakers[self.group.nursery.line.fileno()] = None
+            speakers[self.group.server.connection.fileno()] = None
         ready, _, _ = select.select(list(speakers), [], [], wait)
         for fd in ready:
             rank = speakers[fd]
             if rank is None:
                 assert self.group is not None
-                self.group.nursery.listen()
+                self.group.server.listen()
                 continue
             try:
-                messages = self.lines[rank].pump()
+                messages = self.connections[rank].pump()
             except EOFError:
                 self._gone.add(rank)
                 continue
@@ -145,7 +145,7 @@ class Hub:
     def _failure(self, got: Collection[int], doing: str) -> RankFailure:
         """Whom to name and what to say, from what is known now; ``got`` are the ranks that have answered."""
         fates = self.group.fates if self.group else {}
-        silent = [rank for rank in range(len(self.lines)) if rank not in got and rank not in self._troubles]
+        silent = [rank for rank in range(len(self.connections)) if rank not in got and rank not in self._troubles]
         troubles = "; ".join(f"{self._name([rank])}: {text}" for rank, text in self._troubles.items())
         if culprits := self._culprits():
             ends = []
@@ -156,7 +156,7 @@ class Hub:
                 )
             text = f"{'; '.join(ends)}, in {doing}."
             if self.group and any("exited" in fates[rank].how for rank in culprits):
-                text += f" {self.group.nursery.said()}"
+                text += f" {self.group.server.said()}"
             return RankFailure(text, culprits)
         if self._troubles and silent and self.group is None:
             return RankFailure(
@@ -164,7 +164,7 @@ class Hub:
             )
         if self._troubles:  # in the order in which they were told: the first may have caused the others
             return RankFailure(f"Errors in {doing}: {troubles}.", list(self._troubles))
-        waiting = self.group.board.waiting() if self.group else [False] * len(self.lines)
+        waiting = self.group.heartbeats.waiting() if self.group else [False] * len(self.connections)
         busy = [rank for rank in silent if not waiting[rank]] or silent
         others = [rank for rank in silent if rank not in busy]
         text = f"{self._name(busy)} made no progress for {self.timeout:g} s, in {doing}"

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from zerosim.real_ranks import setup as agreed
-from zerosim.real_ranks.comparison import BITS, PROCESS, SOCKETS, Evidence
-from zerosim.real_ranks.coordinator import Hub, RankFailure
-from zerosim.real_ranks.launch import Group, Nursery, NurseryError
-from zerosim.real_ranks.messages import Arrived, Go, Hello, Job, Ready, Simulated, Stepped
-from zerosim.records.real_ranks import RECIPES, RING, SCHEMA, Corroboration, Run, Settings
+from zerosim.real_ranks import agreement
+from zerosim.real_ranks.cases import COLLECTIVES, cases, model
+from zerosim.real_ranks.comparison import BITS, PROCESS, SOCKETS, RunComparison
+from zerosim.real_ranks.connection import Arrived, Go, Hello, Job, Ready, Simulated, Stepped
+from zerosim.real_ranks.coordinator import Coordinator, RankFailure
+from zerosim.real_ranks.launch import ForkServer, ForkServerError, Group
+from zerosim.records.real_ranks import RECIPES, RING, SCHEMA, WORKING, Corroboration, Run, Settings
 from zerosim.records.results import Failure
 from zerosim.util import arguments
 
@@ -30,14 +30,10 @@ INTERRUPTED = "Interrupted."
 _PATIENCE = 10  # times longer than the command do ranks that it started wait: it is the command that ends them
 
 
-class Disagreement(ValueError):
-    """The ranks do not agree about what is to be done, or with which code; the message says which differs in what."""
-
-
 def run(
     settings: Settings, advance: Advance = lambda doing: None, *, timeout: float = 30.0, interface: str | None = None
 ) -> Corroboration:
-    """Start the ranks on this machine and hold them to the simulator, in all of ``agreed.plans(settings)``.
+    """Start the ranks on this machine and hold them to the simulator, in all of ``cases(settings)``.
 
     ``advance`` is told of each of the ``work(settings)`` pieces. ``timeout``: seconds without
     progress after which it is over; ``interface``: what ranks may talk over, loopback unless
@@ -50,8 +46,8 @@ def run(
     found = None
     with (
         contextlib.suppress(KeyboardInterrupt),  # before the first run began, or while tidying up
-        Nursery(interface=interface) as nursery,
-        Group(nursery, settings.ranks) as group,
+        ForkServer(interface=interface) as server,
+        Group(server, settings.ranks) as group,
     ):
         found = on(group, jobs(group, settings, timeout), advance, timeout)
     return found or nothing(settings)
@@ -59,10 +55,10 @@ def run(
 
 def on(group: Group, orders: Sequence[Job], advance: Advance, timeout: float) -> Corroboration:
     """``run`` on ranks that have been started, with what each of them is told to do."""
-    hub = Hub(group.lines, timeout, group)
-    for order, line in zip(orders, group.lines, strict=True):
-        line.send(order)
-    return lead(hub, group.nursery, orders[0].settings, advance)
+    coordinator = Coordinator(group.connections, timeout, group)
+    for order, connection in zip(orders, group.connections, strict=True):
+        connection.send(order)
+    return coordinate(coordinator, group.server, orders[0].settings, advance)
 
 
 def jobs(group: Group, settings: Settings, timeout: float) -> list[Job]:
@@ -85,63 +81,65 @@ def validate(settings: Settings) -> None:
     for precision in settings.precisions:
         arguments.one_of("corroborate", "precision", precision, RECIPES)
     for collectives in settings.collectives:
-        arguments.one_of("corroborate", "collectives", collectives, agreed.COLLECTIVES)
-    arguments.one_of("corroborate", "wire", settings.wire, ("fp32", agreed.WORKING))
+        arguments.one_of("corroborate", "collectives", collectives, COLLECTIVES)
+    arguments.one_of("corroborate", "wire", settings.wire, ("fp32", WORKING))
 
 
 def work(settings: Settings) -> int:
     """How many times ``run`` will call ``advance``."""
-    return 1 + len(agreed.plans(settings)) * settings.steps
+    return 1 + len(cases(settings)) * settings.steps
 
 
-def lead(hub: Hub, nursery: Nursery, settings: Settings, advance: Advance) -> Corroboration:
+def coordinate(coordinator: Coordinator, server: ForkServer, settings: Settings, advance: Advance) -> Corroboration:
     """See that the ranks agree, take them and a simulator through all runs, and compare. Disagreement if they do not.
 
-    The simulator is forked from ``nursery``.
+    The simulator is forked from ``server``.
     """
     found = None
-    with contextlib.suppress(KeyboardInterrupt), Group(nursery, 1, "zerosim.real_ranks.simulated") as group:
-        simulator = Hub(group.lines, hub.timeout, group, who="The simulator")
-        simulator.tell(Job(rank=0, world=settings.ranks, settings=settings, store="", timeout=hub.timeout))
-        found = _take_through(hub, simulator, settings, advance)
+    with contextlib.suppress(KeyboardInterrupt), Group(server, 1, "zerosim.real_ranks.simulated") as group:
+        simulator = Coordinator(group.connections, coordinator.timeout, group, who="The simulator")
+        simulator.tell(Job(rank=0, world=settings.ranks, settings=settings, store="", timeout=coordinator.timeout))
+        found = _take_through(coordinator, simulator, settings, advance)
     return found or nothing(settings)
 
 
-def _take_through(hub: Hub, simulator: Hub, settings: Settings, advance: Advance) -> Corroboration:
+def _take_through(
+    coordinator: Coordinator, simulator: Coordinator, settings: Settings, advance: Advance
+) -> Corroboration:
     runs: list[Run] = []
     failures: list[Failure] = []
     ready = _NOT_READY
     versions: dict[str, str] = {}
-    evidence: Evidence | None = None
+    comparison: RunComparison | None = None
     ended = ""
     try:
-        versions = _agree(hub)
-        ready = _ready(hub, settings)
-        for plan in agreed.plans(settings):
-            comparable = plan.collectives == RING or BITS not in ready.unmeasured
-            evidence = Evidence(settings, plan, metered=settings.backend in METERED, comparable=comparable)
+        versions = _agree(coordinator)
+        ready = _ready(coordinator, settings)
+        for case in cases(settings):
+            comparable = case.collectives == RING or BITS not in ready.unmeasured
+            comparison = RunComparison(settings, case, metered=settings.backend in METERED, comparable=comparable)
             for step in range(1, settings.steps + 1):
-                doing = f"{plan}: step {step} of {settings.steps}"
+                doing = f"{case}: step {step} of {settings.steps}"
                 advance(doing)
-                hub.tell(Go())
+                coordinator.tell(Go())
                 for _ in ("before the step", "after it"):  # where all have read their counters, and all may
-                    hub.gather(Arrived, doing)
-                    hub.tell(Go())
-                told = hub.gather(Stepped, doing)
+                    coordinator.gather(Arrived, doing)
+                    coordinator.tell(Go())
+                told = coordinator.gather(Stepped, doing)
                 simulator.tell(Go())  # only now, when its computing disturbs no measurement
                 [expected] = simulator.gather(Simulated, doing)
-                evidence.step(expected, told)
-            runs.append(evidence.record())
-            failures += evidence.failures
-            evidence = None
-    except (RankFailure, NurseryError) as failure:
+                comparison.step(expected, told)
+            runs.append(comparison.record())
+            failures += comparison.failures
+            comparison = None
+    except (RankFailure, ForkServerError) as failure:
         ended = str(failure)
     except KeyboardInterrupt:
-        ended = hub.verdict() or INTERRUPTED
-    if evidence is not None:
-        runs.append(evidence.record())
-        failures += evidence.failures
-    hub.dismiss(ended, 1 if ended or failures else 0)
+        ended = coordinator.verdict() or INTERRUPTED
+    if comparison is not None:
+        runs.append(comparison.record())
+        failures += comparison.failures
+    coordinator.dismiss(ended, 1 if ended or failures else 0)
     return _record(settings, ended, versions, ready, runs, failures)
 
 
@@ -161,7 +159,7 @@ def _record(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions,
         settings=settings,
-        n_params=agreed.model(settings).n_params,
+        n_params=model(settings).n_params,
         complete=not ended,
         ended=ended,
         order=ready.order,
@@ -172,21 +170,21 @@ def _record(
     )
 
 
-def _agree(hub: Hub) -> dict[str, str]:
+def _agree(coordinator: Coordinator) -> dict[str, str]:
     """Let the ranks begin if all can, believe the same and run the code that runs here; their libraries' versions."""
-    hellos = hub.gather(Hello, "introducing themselves")
+    hellos = coordinator.gather(Hello, "introducing themselves")
     if unfit := next((hello.unfit for hello in hellos if hello.unfit), ""):
-        hub.dismiss(unfit, 2)
+        coordinator.dismiss(unfit, 2)
         raise ValueError(unfit)
-    found = differences(
+    found = agreement.differences(
         {f"rank {rank}": facts(hello) for rank, hello in enumerate(hellos)}
-        | {"the command": {"code": agreed.code_version()}}
+        | {"the command": {"code": agreement.code_version()}}
     )
     if found:
         text = f"The ranks do not agree, and nothing was run: {'; '.join(found)}."
-        hub.dismiss(text, 2)
-        raise Disagreement(text)
-    hub.tell(Go())
+        coordinator.dismiss(text, 2)
+        raise agreement.Disagreement(text)
+    coordinator.tell(Go())
     return hellos[0].versions
 
 
@@ -200,23 +198,9 @@ def facts(hello: Hello) -> dict[str, Any]:
     }
 
 
-def differences(beliefs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """For each that differs from most of the others, in what and how."""
-    found = []
-    for name in dict.fromkeys(name for each in beliefs.values() for name in each):
-        values = {who: each[name] for who, each in beliefs.items() if name in each}
-        [(usual, _)] = Counter(map(repr, values.values())).most_common(1)
-        found += [
-            f"{who} has {name} {value!r} where most have {usual}"
-            for who, value in values.items()
-            if repr(value) != usual
-        ]
-    return found
-
-
-def _ready(hub: Hub, settings: Settings) -> Ready:
+def _ready(coordinator: Coordinator, settings: Settings) -> Ready:
     """Wait until the ranks are connected; what they found, put together."""
-    each = hub.gather(Ready, "connecting and the first steps")
+    each = coordinator.gather(Ready, "connecting and the first steps")
     unmeasured = {name: why for ready in each for name, why in ready.unmeasured.items()}
     if settings.backend not in METERED:
         unmeasured = dict.fromkeys((PROCESS, SOCKETS), f"what {settings.backend} adds to a payload is not known")

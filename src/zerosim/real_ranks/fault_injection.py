@@ -20,7 +20,7 @@ from zerosim.worlds.torch_ring import Watch, dist, tensor_of
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-class Saboteur:
+class FaultInjector:
     """A watch that strikes in the given step, and otherwise does what the ``watch`` behind it does."""
 
     def __init__(self, watch: Watch, fault: Fault | None, rank: int, size: int) -> None:

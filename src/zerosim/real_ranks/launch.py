@@ -1,6 +1,6 @@
 """Starting ranks on this machine, watching them, and ending them without a trace.
 
-Owns the nursery's process and the groups of ranks that it forks. Must not know what ranks do.
+Owns the server's process and the groups of ranks that it forks. Must not know what ranks do.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import IO
 
 import psutil
 
-from zerosim.real_ranks.messages import (
+from zerosim.real_ranks.connection import (
     MOST_DESCRIPTORS,
-    Board,
     Change,
+    Connection,
+    ConnectionWithDescriptors,
     Done,
     Fork,
+    Heartbeats,
     Kill,
-    Line,
-    LineWithDescriptors,
     Message,
 )
 
-_START = 120.0  # seconds for a nursery to load torch, on a machine with other things to do
+_START = 120.0  # seconds for a server to load torch, on a machine with other things to do
 _END = 10.0  # seconds for it to end by itself
 
 
-class NurseryError(RuntimeError):
+class ForkServerError(RuntimeError):
     """The ranks' parent is gone or did not start; the message ends with what it printed."""
 
 
-class Nursery:
+class ForkServer:
     """A process that has ``module`` loaded and can fork ranks in no time; a context manager.
 
     Nothing outlives it: all its processes are one process group, which is killed, and its log is
@@ -48,10 +48,10 @@ class Nursery:
 
     def __init__(self, module: str = "zerosim.real_ranks.worker", interface: str | None = None) -> None:
         ours, theirs = socket.socketpair()
-        self.line = LineWithDescriptors(ours)
+        self.connection = ConnectionWithDescriptors(ours)
         self.fates: dict[int, Change] = {}
         """What was last heard of each process, by its id."""
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the nursery
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the server
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),  # the same code as here
             "OMP_NUM_THREADS": "1",
@@ -60,7 +60,7 @@ class Nursery:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "zerosim.real_ranks.forkserver", str(theirs.fileno()), module],
+                [sys.executable, "-P", "-m", "zerosim.real_ranks.fork_server", str(theirs.fileno()), module],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -75,13 +75,13 @@ class Nursery:
             raise
 
     def answer(self, timeout: float) -> list[int]:
-        """Wait until what was asked for is done; the process ids of the ranks. NurseryError if it is not."""
+        """Wait until what was asked for is done; the process ids of the ranks. ForkServerError if it is not."""
         deadline = time.monotonic() + timeout
         try:
-            while not isinstance(message := self.line.receive(max(deadline - time.monotonic(), 0.01)), Done):
+            while not isinstance(message := self.connection.receive(max(deadline - time.monotonic(), 0.01)), Done):
                 self._note(message)
         except (EOFError, TimeoutError) as error:
-            raise NurseryError(
+            raise ForkServerError(
                 f"The process that starts the ranks is gone, or mute ({error}). {self.said()}"
             ) from error
         return message.pids
@@ -92,12 +92,12 @@ class Nursery:
         return self._process.pid
 
     def listen(self) -> None:
-        """Take note of how its ranks fare, once ``select`` has found that there is news. NurseryError if it is gone."""
+        """Take note of how its ranks fare, once ``select`` has found news. ForkServerError if it is gone."""
         try:
-            for message in self.line.pump():
+            for message in self.connection.pump():
                 self._note(message)
         except EOFError as error:
-            raise NurseryError(f"The process that starts the ranks is gone. {self.said()}") from error
+            raise ForkServerError(f"The process that starts the ranks is gone. {self.said()}") from error
 
     def _note(self, message: Message) -> None:
         if isinstance(message, Change):
@@ -113,7 +113,7 @@ class Nursery:
 
     def close(self) -> None:
         """End it and whatever it has started."""
-        self.line.close()
+        self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -121,7 +121,7 @@ class Nursery:
         self._process.wait()
         self._log.close()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -129,25 +129,25 @@ class Nursery:
 
 
 class Group:
-    """``size`` ranks just forked, each calling ``function`` of ``module`` with its line, the board and its rank."""
+    """``size`` ranks just forked, each calling ``function`` of ``module`` with its connection, heartbeats and rank."""
 
     def __init__(
-        self, nursery: Nursery, size: int, module: str = "zerosim.real_ranks.worker", function: str = "serve"
+        self, server: ForkServer, size: int, module: str = "zerosim.real_ranks.worker", function: str = "serve"
     ) -> None:
         if not 1 <= size < MOST_DESCRIPTORS:
             raise ValueError(f"Group(size): between 1 and {MOST_DESCRIPTORS - 1} ranks fit one machine; got {size}.")
-        self.nursery = nursery
+        self.server = server
         self.scratch = tempfile.mkdtemp(prefix="zerosim-")
         self.pids: list[int] = []
         self._files = 0
         pairs = [socket.socketpair() for _ in range(size)]
-        self.lines = [Line(ours) for ours, _ in pairs]
+        self.connections = [Connection(ours) for ours, _ in pairs]
         try:
             with tempfile.TemporaryFile() as file:
-                self.board = Board(file, size)
+                self.heartbeats = Heartbeats(file, size)
                 order = Fork(size=size, module=module, function=function, scratch=self.scratch)
-                nursery.line.send_with(order, [file.fileno(), *(theirs.fileno() for _, theirs in pairs)])
-            self.pids = nursery.answer(_START)
+                server.connection.send_with(order, [file.fileno(), *(theirs.fileno() for _, theirs in pairs)])
+            self.pids = server.answer(_START)
         except BaseException:
             self.close()
             raise
@@ -163,15 +163,15 @@ class Group:
     @property
     def fates(self) -> dict[int, Change]:
         """What was last heard of each rank that has ended or was stopped at some time."""
-        return {rank: self.nursery.fates[pid] for rank, pid in enumerate(self.pids) if pid in self.nursery.fates}
+        return {rank: self.server.fates[pid] for rank, pid in enumerate(self.pids) if pid in self.server.fates}
 
     def close(self) -> None:
-        """Kill the ranks, close their lines and remove their files."""
-        for line in self.lines:
-            line.close()
-        with contextlib.suppress(OSError, NurseryError):
-            self.nursery.line.send(Kill(pids=self.pids))
-            self.nursery.answer(_END)
+        """Kill the ranks, close their connections and remove their files."""
+        for connection in self.connections:
+            connection.close()
+        with contextlib.suppress(OSError, ForkServerError):
+            self.server.connection.send(Kill(pids=self.pids))
+            self.server.answer(_END)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def __enter__(self) -> Group:

@@ -1,16 +1,12 @@
-"""What the kernel says that a process sent, and what gloo makes of what it is handed.
+"""What the kernel says that a process sent and received.
 
-Owns two independent readings of the same traffic and the model that explains them to the byte:
+Owns two independent readings of the same traffic, which ``worlds.gloo`` explains to the byte:
 
 * ``/proc/self/io``: ``wchar`` grows by what the process writes, and gloo writes to its sockets
   with ``writev``. It reads them with ``recv``, which no counter of that file sees.
 * the TCP sockets' own counters (``TCP_INFO``), what was sent less what was sent again, and what
   arrived.
-* ``moved``: for each thing handed to torch, the payload that gloo moves for it and its messages.
-  A message costs three headers: its source announces it, its destination asks for it, and it
-  travels behind a header of its own.
 
-The model is what was observed of torch 2.13; the comparison with the kernel is what checks it.
 Must not know torch, schemes or ledgers.
 """
 
@@ -21,75 +17,8 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Collection, Iterable
-from enum import StrEnum
+from collections.abc import Collection
 from typing import NamedTuple
-
-HEADER = 48  # bytes of gloo's preamble
-MAX_SEGMENT = 2**20  # bytes of an all-reduce's segment at most
-
-
-class Op(StrEnum):
-    """What can be handed to torch."""
-
-    SEND = "send"
-    RECEIVE = "receive"
-    ALL_REDUCE = "all-reduce"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_GATHER = "all-gather"
-
-
-class Moved(NamedTuple):
-    """Bytes and messages that go out of a rank and come in."""
-
-    sent: int = 0
-    received: int = 0
-    messages_sent: int = 0
-    messages_received: int = 0
-
-    def framing(self) -> tuple[int, int]:
-        """Bytes of headers (sent, received): two from a message's source, one from its destination."""
-        out, into = self.messages_sent, self.messages_received
-        return HEADER * (2 * out + into), HEADER * (out + 2 * into)
-
-
-def total(parts: Iterable[Moved]) -> Moved:
-    """The sum, field by field."""
-    return Moved(*map(sum, zip(*parts, strict=True)))
-
-
-def segments(nbytes: int, size: int) -> int:
-    """Messages that gloo's all-reduce of ``nbytes`` on ``size`` ranks cuts a rank's chunk into: 2 or more."""
-    return max(-(-nbytes // (MAX_SEGMENT * size)), 2)
-
-
-def textbook(op: Op, nbytes: int, size: int) -> Moved:
-    """What must move on each of ``size`` ranks for a buffer of ``nbytes``, a multiple of ``size`` for a collective.
-
-    Ring collectives: Patarasuk and Yuan 2009.
-    """
-    if op is Op.SEND:
-        return Moved(sent=nbytes, messages_sent=1)
-    if op is Op.RECEIVE:
-        return Moved(received=nbytes, messages_received=1)
-    hops = (size - 1) * (2 if op is Op.ALL_REDUCE else 1)
-    return Moved(*[hops * (nbytes // size)] * 2, *[hops] * 2)
-
-
-def moved(op: Op, nbytes: int, size: int) -> Moved:
-    """What gloo moves on each rank.
-
-    Its reduce-scatter is an all-reduce of which a slice is kept: twice the bytes. An
-    all-reduce cuts each chunk into ``segments``, an all-gather into halves.
-    """
-    if op in (Op.SEND, Op.RECEIVE):
-        return textbook(op, nbytes, size)
-    gather = op is Op.ALL_GATHER
-    payload = textbook(Op.ALL_GATHER if gather else Op.ALL_REDUCE, nbytes, size)
-    cut = 2 if gather else segments(nbytes, size)
-    return payload._replace(
-        messages_sent=payload.messages_sent * cut, messages_received=payload.messages_received * cut
-    )
 
 
 class Counters(NamedTuple):

@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 
-from zerosim.real_ranks import corroborate as lead
-from zerosim.real_ranks.coordinator import Hub, RankFailure
-from zerosim.real_ranks.launch import Nursery, loopback
-from zerosim.real_ranks.messages import Hello, Job, Line, Pulse
+from zerosim.real_ranks import corroborate
+from zerosim.real_ranks.agreement import Disagreement
+from zerosim.real_ranks.connection import Connection, Heartbeat, Hello, Job
+from zerosim.real_ranks.coordinator import Coordinator, RankFailure
+from zerosim.real_ranks.launch import ForkServer, loopback
 from zerosim.records.real_ranks import Corroboration, Settings
 
 _FIRST = 0.8  # ranks give up waiting for another before rank 0 does for all: who does not complain is to blame
@@ -76,27 +77,27 @@ def take_part(
 ) -> Corroboration | int:
     """Do this process's part: rank 0 leads and returns what was found, the others return their exit code.
 
-    Raises as ``lead.run``; RankFailure also where a rank other than 0 cannot go on.
+    Raises as ``corroborate.run``; RankFailure also where a rank other than 0 cannot go on.
     """
     from zerosim.real_ranks import worker
     from zerosim.worlds import torch_ring
 
-    lead.validate(settings)
+    corroborate.validate(settings)
     if interface or me.at_home:
         os.environ["GLOO_SOCKET_IFNAME"] = interface or loopback()
     store = torch_ring.tcp_store(me.address, me.port, me.hosts_store, timeout)
-    key = f"zerosim-hub-{me.attempt}"
+    key = f"zerosim-coordinator-{me.attempt}"
     job = Job(rank=me.rank, world=me.world, settings=settings, store="", timeout=_FIRST * timeout)
     if me.rank == 0:
         return _lead(me, job, store, key, advance, timeout)
-    line = Line(_call(store, key, me, timeout))
+    connection = Connection(_call(store, key, me, timeout))
     try:
-        code = worker.take_part(line, job, store, me.place, Pulse()).code
+        code = worker.take_part(connection, job, store, me.place, Heartbeat()).code
         with contextlib.suppress(EOFError):  # its launcher would end rank 0 if it left with an error before rank 0 does
-            line.receive()
+            connection.receive()
         return code
     except worker.Dismissed as home:
-        raise lead.Disagreement(str(home)) from home
+        raise Disagreement(str(home)) from home
     except EOFError as error:
         raise RankFailure(f"Rank 0, which leads, closed its connection to rank {me.rank}.", [0]) from error
     except Exception as error:  # which rank 0 has been told
@@ -108,23 +109,23 @@ def _lead(me: Member, job: Job, store: Any, key: str, advance: Callable[[str], N
     from zerosim.real_ranks import worker
 
     def rank() -> None:
-        with contextlib.suppress(Exception):  # it has told the hub
-            worker.take_part(Line(theirs), job, store, me.place, Pulse())
+        with contextlib.suppress(Exception):  # it has told the coordinator
+            worker.take_part(Connection(theirs), job, store, me.place, Heartbeat())
 
     ours, theirs = socket.socketpair()
     found = None
     with (
         contextlib.suppress(KeyboardInterrupt),  # before it began, or while tidying up
-        _listening(me) as server, ours, theirs, Nursery("zerosim.real_ranks.simulated") as nursery,
+        _listening(me) as listener, ours, theirs, ForkServer("zerosim.real_ranks.simulated") as server,
     ):  # fmt: skip
-        host, port = server.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         store.set(key, f"{host} {port}")
         thread = threading.Thread(target=rank, daemon=True)
         thread.start()
-        hub = _assemble(server, Line(ours), me.world, timeout)
-        found = lead.lead(hub, nursery, job.settings, advance)
+        coordinator = _assemble(listener, Connection(ours), me.world, timeout)
+        found = corroborate.coordinate(coordinator, server, job.settings, advance)
         thread.join(_PARTING)
-    return found or lead.nothing(job.settings)
+    return found or corroborate.nothing(job.settings)
 
 
 @contextmanager
@@ -152,15 +153,15 @@ def _call(store: Any, key: str, me: Member, timeout: float) -> socket.socket:
     return sock
 
 
-def _assemble(server: socket.socket, own: Line, world: int, timeout: float) -> Hub:
-    """The hub, once every rank has called and introduced itself.
+def _assemble(server: socket.socket, own: Connection, world: int, timeout: float) -> Coordinator:
+    """The coordinator, once every rank has called and introduced itself.
 
     Disagreement if one is not of this world; RankFailure, naming those that are missing, if they do not come in time.
     """
-    lines, hellos = {0: own}, {0: own.receive(timeout)}
+    connections, hellos = {0: own}, {0: own.receive(timeout)}
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as if_it_fails:
-        while missing := [rank for rank in range(world) if rank not in lines]:
+        while missing := [rank for rank in range(world) if rank not in connections]:
             server.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 sock, _ = server.accept()
@@ -171,12 +172,12 @@ def _assemble(server: socket.socket, own: Line, world: int, timeout: float) -> H
                     missing,
                 ) from error
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line = Line(sock)
-            if_it_fails.callback(line.close)
+            connection = Connection(sock)
+            if_it_fails.callback(connection.close)
             try:
-                hello = line.receive(max(deadline - time.monotonic(), 0.001))
+                hello = connection.receive(max(deadline - time.monotonic(), 0.001))
             except (EOFError, TimeoutError, msgspec.DecodeError):
-                line.close()  # whoever that was, it was no rank
+                connection.close()  # whoever that was, it was no rank
                 continue
             assert isinstance(hello, Hello)
             if hello.world != world or hello.rank not in missing:
@@ -184,8 +185,10 @@ def _assemble(server: socket.socket, own: Line, world: int, timeout: float) -> H
                 if hello.world != world:
                     text = f"rank {hello.rank} has world size {hello.world} where rank 0 has {world}"
                 text = f"The ranks do not agree, and nothing was run: {text}."
-                Hub([*lines.values(), line], timeout).dismiss(text, 2)
-                raise lead.Disagreement(text)
-            lines[hello.rank], hellos[hello.rank] = line, hello
+                Coordinator([*connections.values(), connection], timeout).dismiss(text, 2)
+                raise Disagreement(text)
+            connections[hello.rank], hellos[hello.rank] = connection, hello
         if_it_fails.pop_all()
-    return Hub([lines[rank] for rank in range(world)], timeout, early=[[hellos[rank]] for rank in range(world)])
+    return Coordinator(
+        [connections[rank] for rank in range(world)], timeout, early=[[hellos[rank]] for rank in range(world)]
+    )

@@ -8,44 +8,44 @@ know torch, nor what the ranks said.
 from __future__ import annotations
 
 from zerosim.checks import compare as checks
-from zerosim.real_ranks import setup as agreed
-from zerosim.real_ranks.messages import Board, Go, Job, Line, Simulated
-from zerosim.records.real_ranks import NATIVE, RING
+from zerosim.real_ranks.cases import COLLECTIVES, booked, cases, data, model
+from zerosim.real_ranks.connection import Connection, Go, Heartbeats, Job, Simulated
+from zerosim.records.real_ranks import NATIVE
 from zerosim.worlds.native import LocalCollectives
 
 
-def serve(line: Line, board: Board, rank: int) -> None:
-    """Do one job after another, until the line is closed: a step for every Go."""
+def serve(connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
+    """Do one job after another, until the connection is closed: a step for every Go."""
     while True:
         try:
-            job = line.receive()
+            job = connection.receive()
             assert isinstance(job, Job)
-            _simulate(line, job)
+            _simulate(connection, job)
         except EOFError:
             return
 
 
-def _simulate(line: Line, job: Job) -> None:
+def _simulate(connection: Connection, job: Job) -> None:
     """All runs of the job.
 
     The bits are those of the plain simulator, whichever the collectives. A simulated library
     with the layout of a real one says what is held and counted where they are handed over whole.
     """
     settings, n = job.settings, job.world
-    model, batches = agreed.model(settings), agreed.data(settings)
-    for plan in agreed.plans(settings):
-        options = agreed.options(settings, plan)
-        plain = twin = plan.stage(model, n, **options | {"collectives": agreed.COLLECTIVES[RING]})
-        if plan.collectives == NATIVE:
-            twin = plan.stage(model, n, ring=LocalCollectives(n), **options)
+    trained, batches = model(settings), data(settings)
+    for case in cases(settings):
+        options = settings.options(case.precision)
+        plain = twin = case.row(trained, n, options)
+        if case.collectives == NATIVE:
+            twin = case.row(trained, n, options, ring=LocalCollectives(n), collectives=COLLECTIVES[NATIVE])
         for batch in batches:
-            message = line.receive()
+            message = connection.receive()
             assert isinstance(message, Go)
             loss = plain.step(batch)
             if twin is not plain:
                 twin.step(batch)
             report = twin.reports[-1]
-            line.send(
+            connection.send(
                 Simulated(
                     loss=loss,
                     states={
@@ -53,7 +53,7 @@ def _simulate(line: Line, job: Job) -> None:
                         for band in plain.states
                         if band in checks.COMPARED
                     },
-                    traffic=[agreed.booked(report, each) for each in range(n)],
+                    traffic=[booked(report, each) for each in range(n)],
                     resident=dict(report.resident),
                     peak=dict(report.peak.by_band),
                 )

@@ -26,6 +26,7 @@ from zerosim.records.results import (
     StepRecord,
     SweepRow,
 )
+from zerosim.stages import Over
 
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
 
@@ -54,7 +55,7 @@ def contradictions(results: Results) -> Iterator[str]:
         yield from (f"{record.name}: {wrong}" for wrong in _scheme(record, settings))
     yield from _differences(results)
     yield from _sweep(results)
-    yield from _artefacts(results)
+    yield from _ablations(results)
     yield from _verdicts(results)
 
 
@@ -62,16 +63,16 @@ def contradictions(results: Results) -> Iterator[str]:
 
 
 def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
-    death, done = record.death, len(record.steps)
-    expected = settings.steps if death is None else max(death.step - 1, 0)
+    shortage, done = record.out_of_memory, len(record.steps)
+    expected = settings.steps if shortage is None else max(shortage.step - 1, 0)
     if done != expected or [step.step for step in record.steps] != list(range(1, done + 1)):
         yield f"{expected} completed steps should be numbered from 1; got {[step.step for step in record.steps]}"
-    if death is not None:
-        if settings.capacity is None or death.step > settings.steps or death.rank >= settings.ranks:
-            yield f"it cannot have run out of memory in step {death.step}, rank {death.rank}, of these settings"
-        elif sum(death.held.values()) + death.asked <= settings.capacity:
-            yield f"{death.asked:,} B more would have fitted on the card where it ran out of memory"
-        yield from _bands("held at its end", [*death.held, death.band])
+    if shortage is not None:
+        if settings.capacity is None or shortage.step > settings.steps or shortage.rank >= settings.ranks:
+            yield f"it cannot have run out of memory in step {shortage.step}, rank {shortage.rank}, of these settings"
+        elif sum(shortage.held.values()) + shortage.asked <= settings.capacity:
+            yield f"{shortage.asked:,} B more would have fitted on the card where it ran out of memory"
+        yield from _bands("held at its end", [*shortage.held, shortage.band])
     predicted = record.prediction
     for what, bands in (
         ("predicted at rest", predicted.resident),
@@ -83,7 +84,7 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
     yield from _per_rank(settings.ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
     for step in record.steps:
         yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings.ranks))
-    if done and death is None and record.events:
+    if done and shortage is None and record.events:
         last = record.steps[-1]
         yield from _log(record.events, sum(last.resident.values()), last.peak.total)
         for name in dict.fromkeys(moved.collective for moved in last.traffic):
@@ -142,17 +143,32 @@ def _log(events: Sequence[EventRecord], resident: int | None = None, peak: int |
 
 
 def _differences(results: Results) -> Iterator[str]:
-    """Every scheme that completed a step is compared; the first of them only if it has copies to compare."""
-    ranks, expected = results.settings.ranks, []
+    """Each scheme that completed a step is compared with the first of its order; that one if it has copies."""
+    ranks, node, expected, apart = results.settings.ranks, results.settings.node, [], []
     for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
-        alive = [record for record in results.schemes if len(record.steps) >= step]
-        expected += [(step, each.name) for each in alive if not (each is alive[0] and each.row.optimizer and ranks > 1)]
-    if [(each.step, each.scheme) for each in results.differences] != expected:
-        yield f"{len(expected)} comparisons belong to these steps, each of its own scheme; got others"
-    for each in results.differences:
+        orders: dict[bool, list[SchemeRecord]] = {False: [], True: []}
+        for record in results.schemes:
+            if len(record.steps) >= step:
+                orders[record.row.on(ranks, node).two_axes].append(record)
+        for alive in orders.values():
+            whole = alive and _shards_all(alive[0], ranks, node)
+            expected += [(step, each.name) for each in alive if not (each is alive[0] and whole)]
+        if orders[False] and orders[True]:
+            apart.append((step, orders[True][0].name))
+    for what, found, wanted in (
+        ("comparisons", results.differences, expected), ("distances between orders", results.between_orders, apart)
+    ):  # fmt: skip
+        if [(each.step, each.scheme) for each in found] != wanted:
+            yield f"{len(wanted)} {what} belong to these steps, each of its own scheme; got others"
+    for each in [*results.differences, *results.between_orders]:
         yield from (f"{each.scheme}, compared after step {each.step}: {wrong}" for wrong in _difference(each))
     if len({frozenset(each.differing) for each in results.differences}) > 1:
         yield "the comparisons are not all of the same bands"
+
+
+def _shards_all(record: SchemeRecord, ranks: int, node: int | None) -> bool:
+    """Whether no two ranks hold the same optimizer state, so that a scheme has nothing to compare with itself."""
+    return record.row.on(ranks, node).optimizer is Over.ALL
 
 
 def _difference(each: Difference) -> Iterator[str]:
@@ -183,7 +199,7 @@ def _row(row: SweepRow) -> Iterator[str]:
         yield f"the bands at rest sum to {sum(row.resident_by_band.values()):,}, not to {row.resident:,}"
     if not max(row.resident, row.peak_without_activations) <= row.peak:
         yield f"no instant can be higher than the peak, {row.peak:,} B"
-    if not row.survives and (row.peak or row.sent or row.events):
+    if not row.fits and (row.peak or row.sent or row.events):
         yield "what ran out of memory has nothing measured"
     if row.events:
         yield from _log(row.events, row.resident, row.peak)
@@ -191,8 +207,8 @@ def _row(row: SweepRow) -> Iterator[str]:
             yield f"its log sends {_sent(row.events):,} B, its record {row.sent:,}"
 
 
-def _artefacts(results: Results) -> Iterator[str]:
-    found = results.artefacts
+def _ablations(results: Results) -> Iterator[str]:
+    found = results.ablations
     drifts = [*found.whole_model_bucket.values(), *([found.narrow_wire.drift] if found.narrow_wire else [])]
     for drift in drifts:
         if not len(drift.differing) == len(drift.largest) == results.settings.steps:
@@ -220,7 +236,9 @@ def _verdicts(results: Results) -> Iterator[str]:
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
         fits = results.settings.capacity is None or sum(record.prediction.peak.values()) <= results.settings.capacity
-        as_predicted = fits == (record.death is None) and all(_as_predicted(record, step) for step in record.steps)
+        as_predicted = fits == (record.out_of_memory is None) and all(
+            _as_predicted(record, step) for step in record.steps
+        )
         if not as_predicted and (Check.AS_PREDICTED, record.name, ranks) not in said:
             yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
     for row in results.sweep:
@@ -229,7 +247,7 @@ def _verdicts(results: Results) -> Iterator[str]:
             row.resident_predicted, row.peak_predicted, row.peak_without_activations_predicted, row.sent_predicted,
         )  # fmt: skip
         fits = results.settings.capacity is None or row.peak_predicted <= results.settings.capacity
-        as_predicted = row.survives == row.survives_predicted == fits and (not row.survives or measured == expected)
+        as_predicted = row.fits == row.fits_predicted == fits and (not row.fits or measured == expected)
         if not as_predicted and (Check.AS_PREDICTED, row.scheme, row.ranks) not in said:
             yield f"the sweep, {row.scheme}, N = {row.ranks}: not as predicted, and no failure says so"
 

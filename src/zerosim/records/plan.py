@@ -1,7 +1,7 @@
 """What a plan says: its schema, and how it is written and read.
 
 Owns the schema. Computes nothing but sums of what is in a record. Bytes and FLOPs are
-integers, per rank. Must not know the simulator.
+integers, per rank. Knows of the simulator only what a row is.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from zerosim.records.files import Record, encoded, read, write_whole
+from zerosim.stages import Stage
 
-SCHEMA = "zerosim.plan/1"
+SCHEMA = "zerosim.plan/2"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
-StageNumber = Annotated[int, msgspec.Meta(ge=0, le=3)]
 
 
 class Network(Record):
@@ -36,17 +36,17 @@ class Network(Record):
 class Question(Record):
     """What was asked.
 
-    ``asked`` are the numbers of GPUs that were named, ``gpus`` those that are tabulated. ``memory``
-    is the bytes of a card, ``card`` the preset that it comes from. ``precision``, ``wire``,
-    ``wire_params``, ``padding``, ``all_reduce`` and ``prefetch`` are None where the convention decides.
-    ``bucket`` in
-    parameters. ``binary``: whether sizes are shown in GiB.
+    ``rows`` are the schemes, in the order in which they are shown; ``asked`` the numbers of GPUs that
+    were named, ``gpus`` those that are tabulated. ``memory`` is the bytes of a card, ``card`` the
+    preset that it comes from. ``precision``, ``wire``, ``wire_params``, ``padding``, ``all_reduce`` and
+    ``prefetch`` are None where the convention decides. ``bucket`` in parameters. ``binary``: whether
+    sizes are shown in GiB.
     """
 
     model: str
     asked: list[Positive]
     gpus: list[Positive]
-    stages: list[StageNumber]
+    rows: list[Stage]
     convention: str = "zero"
     memory: Positive | None = None
     card: str | None = None
@@ -65,7 +65,7 @@ class Question(Record):
     prefetch: Natural | None = None
     optimizer: Literal["adam", "sgd", "momentum"] = "adam"
     network: Network = Network()
-    ladder: str | None = None
+    largest_model: str | None = None
 
 
 class Unit(Record):
@@ -90,8 +90,8 @@ class ModelRecord(Record):
     notes: list[str]
 
 
-class Instant(Record):
-    """The highest instant: total bytes, the bands then, and whose hold in which phase reached it.
+class Peak(Record):
+    """The peak of a step: total bytes, the bands at that point, and whose allocation in which phase reached it.
 
     ``by_unit``: what comes and goes within a step, by the units that held the most of it, largest first.
     """
@@ -108,7 +108,7 @@ class Instant(Record):
         return max(self.by_band, key=lambda band: self.by_band[band], default="")
 
 
-class Moved(Record):
+class Traffic(Record):
     """What a rank sends in a step by one collective for one band."""
 
     collective: str
@@ -118,7 +118,7 @@ class Moved(Record):
 
 
 class Shortage(Record):
-    """The hold that a card has no room for: of which band, for which unit, and what is held by then."""
+    """The allocation that a card has no room for: of which band, for which unit, and what is held by then."""
 
     band: str
     unit: str
@@ -154,18 +154,22 @@ class Cluster(Record):
 
 
 class Cell(Record):
-    """A step of one stage on N GPUs. ``room`` is what a card has left at the peak, negative if it's short."""
+    """A step of one row on N GPUs. ``room`` is what a card has left at the peak, negative if it's short."""
 
-    stage: StageNumber
-    name: str
+    row: Stage
     ranks: Positive
     resident: dict[str, int]
-    peak: Instant
-    traffic: list[Moved]
+    peak: Peak
+    traffic: list[Traffic]
     flops: dict[str, int]
     room: int | None
     shortage: Shortage | None
     time: Time | None
+
+    @property
+    def name(self) -> str:
+        """The row's."""
+        return self.row.name
 
     @property
     def at_rest(self) -> int:
@@ -183,38 +187,35 @@ class Cell(Record):
         return None if self.room is None else self.room >= 0
 
 
-class Smallest(Record):
-    """The smallest N that a stage fits on, in whole and by its model states alone; None if none up to ``limit``."""
+class SmallestRanks(Record):
+    """The smallest N on which a row fits, in whole and by its model states alone; None if none up to ``limit``."""
 
-    stage: StageNumber
-    name: str
+    row: Stage
     ranks: int | None
     states_alone: int | None
     limit: Positive
 
 
-class Largest(Record):
-    """The largest micro-batch of a stage on N GPUs; 0 if a row is too many, ``at_least`` if the search ended there."""
+class LargestBatch(Record):
+    """The largest micro-batch of a row on N GPUs; 0 if one is too many, ``at_least`` if the search ended there."""
 
-    stage: StageNumber
-    name: str
+    row: Stage
     ranks: Positive
     micro_batch: Natural
     at_least: bool
 
 
-class Nowhere(Record):
-    """A card too small for any N: what is needed by the stage and on the N that need least, and what is to blame."""
+class NoFit(Record):
+    """A card too small for any N: the row and the N that need least, what they need, and what is to blame."""
 
-    stage: StageNumber
-    name: str
+    row: Stage
     ranks: Positive
-    peak: Instant
+    peak: Peak
     shortage: Shortage
 
 
-class Oddity(Record):
-    """A stage that needs more than a lower one, or a number of GPUs than a smaller one; and the band that grew most."""
+class Surprise(Record):
+    """A row that needs more than the one before it, or more GPUs more than fewer; and the band that grew most."""
 
     lower: str
     higher: str
@@ -231,7 +232,7 @@ class Estimate(Record):
     """
 
     name: str
-    stage: StageNumber
+    row: Stage
     ranks: Positive
     formula: str
     nbytes: int
@@ -242,25 +243,24 @@ class Estimate(Record):
     source: str
 
 
-class Rung(Record):
-    """The largest model of a family that one stage holds on N cards; ``size`` 0 if not even the smallest."""
+class LargestModel(Record):
+    """The largest model of a family that one row fits on N cards; ``size`` 0 if not even the smallest does."""
 
-    stage: StageNumber
-    name: str
+    row: Stage
     ranks: Positive
     size: Natural
     shape: str
     params: int
-    peak: Instant | None
+    peak: Peak | None
     at_least: bool
 
 
-class Ladder(Record):
-    """A family of models, from small to large, and how far each stage gets."""
+class LargestModels(Record):
+    """A family of models, from small to large, and the largest that fits under each row."""
 
     family: str
     about: str
-    rungs: list[Rung]
+    found: list[LargestModel]
 
 
 class Plan(Record):
@@ -274,21 +274,21 @@ class Plan(Record):
     model: ModelRecord
     cluster: Cluster | None
     cells: list[Cell]
-    smallest: list[Smallest]
-    largest: list[Largest]
-    nowhere: Nowhere | None
-    oddities: list[Oddity]
+    smallest: list[SmallestRanks]
+    largest: list[LargestBatch]
+    no_fit: NoFit | None
+    surprises: list[Surprise]
     estimates: list[Estimate]
-    ladder: Ladder | None
+    largest_models: LargestModels | None
     why: list[str]
     left_out: list[str]
 
     def at(self, ranks: int) -> list[Cell]:
-        """The cells of one N, in order of their stages."""
+        """The cells of one N, in the order of their rows."""
         return [cell for cell in self.cells if cell.ranks == ranks]
 
-    def lowest(self, ranks: int) -> Cell | None:
-        """The lowest stage that fits on N GPUs."""
+    def first_fit(self, ranks: int) -> Cell | None:
+        """The first row, the one that shards least, that fits on N GPUs."""
         return next((cell for cell in self.at(ranks) if cell.fits), None)
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zerosim.bands import PRECISIONS, WIRES
+from zerosim.options import Options
 from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.records.results import Failure
+from zerosim.stages import Stage
 
-SCHEMA = "zerosim.corroborate/1"
+SCHEMA = "zerosim.corroborate/2"
 COLLECTIVES = RING, NATIVE = "ring", "native"
 RECIPES = ("mixed", "bf16", "fp32")  # the precisions that are run
 BACKENDS = ("gloo", "nccl", "mpi")
 FAULTS = ("bit", "hop", "kill", "stop")
+WORKING = "working"
 EXTRA_HOP = 1000  # bytes that the fault "hop" sends
 
 
@@ -30,8 +34,8 @@ class Fault(Record):
 class Settings(Record):
     """What was asked for, and what all ranks must agree on.
 
-    ``batch`` is rows per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
-    working copy. A run is one scheme, one of ``collectives`` and one of ``precisions``.
+    ``batch`` is samples per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
+    working copy. A run is one of ``rows``, one of ``collectives`` and one of ``precisions``.
     """
 
     ranks: int
@@ -45,6 +49,13 @@ class Settings(Record):
     wire: str
     backend: str
     fault: Fault | None
+    rows: list[Stage]
+
+    def options(self, precision: str) -> Options:
+        """The options of the runs in that precision."""
+        working = PRECISIONS[precision].working
+        wire = self.wire if self.wire != WORKING else next(name for name, dtype in WIRES.items() if dtype == working)
+        return Options(precision=precision, wire=wire)
 
 
 class Flow(Record):
@@ -87,13 +98,13 @@ class StepTime(Record):
 
 
 class Run(Record):
-    """One scheme on one wire in one precision, simulated and real.
+    """One row on one kind of collectives in one precision, simulated and real.
 
     ``compared`` and ``differing`` count elements by band over all ranks and steps;
     ``losses`` are the means over ranks. ``resident`` and ``peak`` are the simulator's.
     """
 
-    scheme: str
+    row: Stage
     collectives: str
     precision: str
     complete: bool
@@ -105,6 +116,11 @@ class Run(Record):
     peak: dict[str, int]
     ranks: list[RankRecord]
     times: list[StepTime]
+
+    @property
+    def scheme(self) -> str:
+        """The row's name."""
+        return self.row.name
 
 
 class Corroboration(Record):

@@ -41,11 +41,18 @@ class Settings(Record):
     data: str
     capacity: Positive | None
     widths: list[Positive]
+    node: Positive | None = None
+    host_capacity: Positive | None = None
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
         return Options(
-            precision=self.precision, wire=self.wire, gather=cast("Gather", self.gather), capacity=self.capacity
+            precision=self.precision,
+            wire=self.wire,
+            gather=cast("Gather", self.gather),
+            capacity=self.capacity,
+            host_capacity=self.host_capacity,
+            node=self.node,
         )
 
 
@@ -118,7 +125,7 @@ class EventRecord(Record, array_like=True):
     phase: str
 
 
-class Death(Record):
+class OutOfMemoryRecord(Record):
     """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
 
     step: Count
@@ -136,7 +143,7 @@ class SchemeRecord(Record):
     prediction: Prediction
     steps: list[StepRecord]
     events: list[EventRecord]
-    death: Death | None
+    out_of_memory: OutOfMemoryRecord | None
 
     @property
     def name(self) -> str:
@@ -147,8 +154,8 @@ class SchemeRecord(Record):
 class Difference(Record):
     """The same training, for a scheme after a step: elements whose bits differ over all ranks, and by how much.
 
-    By band, against data parallel, or the first scheme that has survived; data parallel itself
-    against its first rank.
+    By band, against the first scheme that is still running; that one, where its ranks hold whole
+    states, against its own first rank.
     """
 
     scheme: str
@@ -160,7 +167,7 @@ class Difference(Record):
 class SweepRow(Record):
     """A scheme on N ranks: bytes per rank, measured and predicted, and the events of the last step.
 
-    Zero and empty where the run did not survive.
+    Zero and empty where the run ran out of memory.
     """
 
     ranks: Count
@@ -173,8 +180,8 @@ class SweepRow(Record):
     peak_without_activations_predicted: Count
     sent: Count
     sent_predicted: Count
-    survives: bool
-    survives_predicted: bool
+    fits: bool
+    fits_predicted: bool
     resident_by_band: dict[str, Count]
     events: list[EventRecord]
 
@@ -211,7 +218,7 @@ class NarrowWire(Record):
     drift: Drift
 
 
-class Artefacts(Record):
+class Ablations(Record):
     """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
 
     ``whole_model_bucket``, by precision: ZeRO-2 with one bucket for the whole model, so that its
@@ -253,20 +260,25 @@ class Results(Record):
     n_params: Positive
     schemes: list[SchemeRecord]
     differences: list[Difference]
+    between_orders: list[Difference]  # of rows that sum in different orders: no failure
     sweep: list[SweepRow]
-    artefacts: Artefacts
+    ablations: Ablations
     failures: list[Failure]
 
-    def survivors(self) -> list[tuple[SchemeRecord, StepRecord]]:
-        """Each scheme that lived, with its last step."""
-        return [(record, record.steps[-1]) for record in self.schemes if record.death is None]
+    def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
+        """Each scheme that completed all steps, with the last of them."""
+        return [(record, record.steps[-1]) for record in self.schemes if record.out_of_memory is None]
+
+    def base(self) -> SchemeRecord | None:
+        """The scheme that the others are measured against: the first that shards nothing and has completed."""
+        return next((record for record, _ in self.completed() if not record.row.optimizer), None)
 
     def nothing_compared(self, check: str) -> str:
         """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
         if check == Check.SAME_TRAINING:
-            return "" if self.differences else "no two schemes have survived a step"
-        survived = any(record.steps for record in self.schemes) or any(row.survives for row in self.sweep)
-        return "" if survived else "no step was completed; that none would be is as predicted"
+            return "" if self.differences else "no two schemes completed a step"
+        completed = any(record.steps for record in self.schemes) or any(row.fits for row in self.sweep)
+        return "" if completed else "no step was completed; that none would be is as predicted"
 
     def scheme(self, name: str) -> SchemeRecord:
         """The record of the scheme of that name."""

@@ -1,4 +1,4 @@
-"""The colours: one for each band of memory and one for each scheme, the same in everything that is drawn.
+"""The colours: one for each band of memory, and a row of them for schemes, the same in everything that is drawn.
 
 Owns them and nothing else. Plain hex strings, so that a page can use them as well as a figure.
 
@@ -8,10 +8,11 @@ contrast with white and with near-black. The tests measure both again.
 
 Model states are cold, from violet to sky; what comes and goes within a step is warm, or grey
 where it does not scale with the parameters. Momentum, which takes the place of Adam's two moments,
-takes the first one's colour. Data parallel, the reference, is grey.
+takes the first one's colour. A scheme takes the colour of its place among those that are drawn (``looks.py``); the
+first four of ``PLACES`` are as far apart as can be, the others as far from these as the limits leave.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from zerosim.bands import Band
 
@@ -30,9 +31,6 @@ BANDS: Mapping[str, str] = {
     Band.BUFFERS: "#B43C00",
     Band.BUCKET: "#9C606C",
 }
-SCHEMES: Mapping[str, str] = {
-    "data parallel": "#8F8F8F",
-    "ZeRO-1": "#1860F0",
-    "ZeRO-2": "#DE6D12",
-    "ZeRO-3": "#8E4A8A",
-}
+PLACES: Sequence[str] = (
+    "#8F8F8F", "#1860F0", "#DE6D12", "#8E4A8A", "#0C9CE4", "#B400C0", "#B43C00", "#787860",
+)  # fmt: skip

@@ -5,6 +5,7 @@ Must not know what a figure shows.
 
 from __future__ import annotations
 
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ _STYLE = {
 for _axis in ("xtick", "ytick"):
     _STYLE |= {f"{_axis}.color": FAINT, f"{_axis}.labelcolor": INK, f"{_axis}.labelsize": 8.5}
 _LOCK = threading.Lock()  # matplotlib's settings belong to the process
-_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_COLUMNS_PER_INCH = 10.5  # of a headline
 
 
 @contextmanager
@@ -49,17 +50,6 @@ def styled() -> Iterator[None]:
     """Our settings over matplotlib's own, whatever the user's are, for one thread at a time."""
     with _LOCK, style.context(["default", _STYLE]):
         yield
-
-
-def unit_for(most: int) -> tuple[int, str]:
-    """The largest unit that is not above ``most`` bytes: its size and its name."""
-    return next(((size, unit) for size, unit in _UNITS if most >= size), (1, "B"))
-
-
-def bytes_text(count: int) -> str:
-    """Bytes for a reader, in powers of ten."""
-    size, unit = unit_for(count)
-    return f"{count / size:.3g} {unit}"
 
 
 def ranks_text(count: int) -> str:
@@ -81,13 +71,16 @@ def each_value(values: Mapping[str, int], show: Callable[[int], str]) -> str:
 
 
 def headline(figure: Figure, text: str) -> None:
-    """What the figure found, above it."""
-    figure.suptitle(text, x=0.012, ha="left")
+    """What the figure found, above it, in as many lines as its width asks for."""
+    columns = int(_COLUMNS_PER_INCH * figure.get_figwidth())
+    place = {} if figure.get_layout_engine() else {"y": 1 - 0.13 / figure.get_figheight()}  # inches
+    figure.suptitle(textwrap.fill(text, columns, break_long_words=False), x=0.012, ha="left", **place)
 
 
 def legend(figure: Figure, *handles: Line2D | Patch) -> None:
     """One line of keys below the figure."""
-    figure.legend(handles=handles, loc="outside lower center", ncols=10, handlelength=1.8, columnspacing=1.5)
+    columns = -(-len(handles) // -(-len(handles) // 9))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.5)
 
 
 def label_end(axes: Axes, x: float, y: float, text: str, colour: str) -> Text:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -12,10 +11,10 @@ from zerosim.bands import WIRES
 from zerosim.records.frameworks import (
     BYTES,
     CHECKS,
+    COMPARE_GRADIENTS,
     ELSEWHERE,
     GRADIENTS,
     GRADS,
-    HAVE_EVIDENCE,
     MASTER,
     PARAMS,
     RANKS,
@@ -23,6 +22,7 @@ from zerosim.records.frameworks import (
     Framework,
     Frameworks,
 )
+from zerosim.report.tables import number_table
 
 SHOWN_FAILURES = 20
 
@@ -43,7 +43,7 @@ def show(found: Frameworks, console: Console | None = None) -> None:
     console.print()
     console.print('What is behind "for" is the textbook\'s, where the framework leaves it.')
     for row in found.rows:
-        what = f"is not run: {row.skipped}" if row.skipped else f"behaves like {row.stage or 'no stage'}"
+        what = f"is not run: {row.skipped}" if row.skipped else f"behaves like {row.scheme or 'no scheme'}"
         console.print(f"{row.name} {'; '.join([what, *row.departs])}.", markup=False)
     console.print()
     for check, claim in CHECKS.items():
@@ -63,7 +63,7 @@ def _verdict(check: str, found: Frameworks) -> str:
         return "[bold red]FAIL[/]"
     run = [row for row in found.rows if not row.skipped]
     compared = {
-        GRADIENTS: [bool(row.gradients) for row in run if row.family in HAVE_EVIDENCE],
+        GRADIENTS: [bool(row.gradients) for row in run if row.family in COMPARE_GRADIENTS],
         BYTES: [rank.moved is not None and bool(rank.kernel) for row in run for rank in row.ranks],
         RANKS: [bool(row.ranks) for row in run],
     }[check]
@@ -72,22 +72,14 @@ def _verdict(check: str, found: Frameworks) -> str:
     return "[bold green]hold[/]" + ("" if all(compared) else " [bold yellow]where measured[/]")
 
 
-def _table(title: str, caption: str, *columns: str) -> Table:
-    table = Table(
-        title=title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
-        collapse_padding=True, pad_edge=False,
-    )  # fmt: skip
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    return table
-
-
 def _memory(rows: Iterable[Framework], n_params: int) -> Table:
-    table = _table(
+    table = number_table(
         "Bytes per parameter on the fullest rank, as the update begins",
-        "Adam: its state and master weights. Elsewhere: allocated, but in no tensor of a band. Rest: in all, between "
-        "steps. Peak: the highest instant of a step, activations too; ≤ where a block may have been freed before.",
         "framework", "params", "grads", "Adam", "elsewhere", "held", "rest", "peak", "in",
+        caption="Adam: its state and master weights. Elsewhere: allocated, but in no tensor of a band. Rest: in all, "
+        "between steps. Peak: the highest instant of a step, activations too; ≤ where a block may have been "
+        "freed before.",
+        tight=True,
     )  # fmt: skip
     for row in rows:
         fullest = max(row.ranks, key=lambda rank: sum(rank.held.values())).held
@@ -117,13 +109,15 @@ def _range(counts: Sequence[int], n_params: int) -> str:
 
 
 def _traffic(rows: Iterable[Framework], found: Frameworks) -> Table:
-    table = _table(
+    table = number_table(
         "Bytes that the busiest rank sends in a step, and bits",
-        "P: all parameters once, in the dtype of the gradients that travel, times (N-1)/N. Asked: what a ring must "
-        "send for the collectives. Moved: what gloo makes of them. Gradients: elements that differ from the ring over "
-        "the local ones. Parameters: that differ from the simulator's after the last step, by so much at most; in bf16 "
-        "the frameworks compute in it too, and the simulator in fp32.",
         "framework", "asked, P", "moved, P", "framing", "kernel", "gradients", "parameters", "largest",
+        caption="P: all parameters once, in the dtype of the gradients that travel, times (N-1)/N. Asked: what a "
+        "ring must send for the collectives. Moved: what gloo makes of them. Gradients: elements that differ "
+        "from the ring over the local ones. Parameters: that differ from the simulator's after the last step, by so "
+        "much at most; in bf16 "
+        "the frameworks compute in it too, and the simulator in fp32.",
+        tight=True,
     )  # fmt: skip
     size = found.settings.ranks
     for row in rows:

@@ -10,16 +10,14 @@ from rich.table import Table
 from zerosim.bands import WIRES
 from zerosim.ledger import Phase
 from zerosim.records.results import Check, Results
-from zerosim.report.tables import number_table
+from zerosim.report.tables import number_table, screen
 
 SHOWN_FAILURES = 20
 
 
 def show(results: Results, out: Path, console: Console | None = None) -> None:
     """Print everything that was found, the verdicts last."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(file=console.file, highlight=False, width=110)
+    console = screen(console, width=110)
     settings = results.settings
     console.print(
         f"\n[bold]{results.n_params:,} parameters on {settings.ranks} virtual GPUs[/], {settings.steps} steps of "
@@ -33,7 +31,7 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
         _traffic(results),
         _work(results),
         _sweep(results),
-        _artefacts(results),
+        _ablations(results),
     ):
         if table.row_count:
             console.print()
@@ -47,19 +45,19 @@ def _compared(measured: int, predicted: int) -> str:
 
 
 def _summary(results: Results) -> Table:
+    base = results.base()
+    whole = sum(base.steps[-1].resident.values()) if base else None
     table = number_table(
         "Bytes per parameter, and what one rank sends per step",
-        "scheme", "at rest", "× data parallel", "peak", "with activations", "sent, B", "in P", "final loss", "dies at",
+        "scheme", "at rest", f"× {base.name}" if base else "×", "peak", "with activations", "sent, B", "in P",
+        "final loss", "out of memory at",
         caption="P: all parameters once, in the wire's dtype. Peaks are the highest instant, not the end of the step.",
     )  # fmt: skip
     unit = results.n_params * WIRES[results.settings.wire].itemsize
-    whole = next(
-        (sum(step.resident.values()) for record, step in results.survivors() if not record.row.optimizer), None
-    )
     for record in results.schemes:
-        if record.death:
-            death = record.death
-            table.add_row(record.name, *["–"] * 7, f"{death.band}, {death.unit}: {death.asked:,} B asked")
+        if record.out_of_memory:
+            shortage = record.out_of_memory
+            table.add_row(record.name, *["–"] * 7, f"{shortage.band}, {shortage.unit}: {shortage.asked:,} B asked")
             continue
         step = record.steps[-1]
         resident = sum(step.resident.values())
@@ -74,7 +72,7 @@ def _summary(results: Results) -> Table:
             f"{step.loss:.6f}",
             "",
         )
-    if not any(record.death for record in results.schemes):
+    if not any(record.out_of_memory for record in results.schemes):
         table.columns.pop()
     return table
 
@@ -92,7 +90,7 @@ def _alike(results: Results) -> Table:
             differing = sum(difference.differing[band] for difference in here)
             largest = max(difference.largest[band] for difference in here)
             cells.append(f"[red]{largest:.2g} ({differing:,})[/]" if differing else "0 (0)")
-        losses = {f"{record.steps[step - 1].loss:.6f}" for record, _ in results.survivors()}
+        losses = {f"{record.steps[step - 1].loss:.6f}" for record, _ in results.completed()}
         table.add_row(str(step), *cells, " or ".join(sorted(losses)))
     return table
 
@@ -100,7 +98,7 @@ def _alike(results: Results) -> Table:
 def _bands(results: Results, when: str) -> Table:
     """Bands down, schemes across: measured, and marked where the prediction is another."""
     columns = []
-    for record, step in results.survivors():
+    for record, step in results.completed():
         if when == "at rest":
             columns.append((record.name, step.resident, record.prediction.resident))
         else:
@@ -121,7 +119,7 @@ def _traffic(results: Results) -> Table:
         "scheme", "collective", "of", "messages", "sent", "predicted", "of which padding",
         caption="The busiest rank's; every rank's was checked.",
     )  # fmt: skip
-    for record, step in results.survivors():
+    for record, step in results.completed():
         for moved in step.traffic:
             table.add_row(
                 record.name, moved.collective, moved.band, f"{moved.messages:,}", f"{max(moved.sent):,}",
@@ -138,7 +136,7 @@ def _work(results: Results) -> Table:
         "scheme", *(f"FLOPs, {phase}" for phase in phases[:3]), *(f"ms, {phase}" for phase in phases), "ms per rank",
         caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time.",
     )  # fmt: skip
-    for record, step in results.survivors():
+    for record, step in results.completed():
         times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
         medians = [1e3 * each[len(each) // 2] for each in times]
         table.add_row(
@@ -161,15 +159,15 @@ def _sweep(results: Results) -> Table:
         cells = []
         for row in (row for row in results.sweep if row.ranks == ranks):
             resident, peak = row.resident / results.n_params, row.peak_without_activations / results.n_params
-            cells.append(f"{resident:.4f} / {peak:.4f}" if row.survives else "out of memory")
+            cells.append(f"{resident:.4f} / {peak:.4f}" if row.fits else "out of memory")
         table.add_row(str(ranks), *cells)
     return table
 
 
-def _artefacts(results: Results) -> Table:
+def _ablations(results: Results) -> Table:
     table = number_table("What changes when a rule is broken on purpose", "rule", "found")
     table.columns[1].justify = "left"
-    found = results.artefacts
+    found = results.ablations
     if gather := found.whole_model_gather:
         states, gathered, other = (
             nbytes / results.n_params for nbytes in (gather.states, gather.gathered, gather.zero2_resident)

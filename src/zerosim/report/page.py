@@ -1,7 +1,7 @@
 """The page: records in, one self-contained HTML file out, which opens offline.
 
-Owns the words of ``report.html`` and how its parts are put together; ``report_tables.py`` has
-the tables, ``page/`` the template, the style and the script that draws the charts and the step
+Owns the words of ``report.html`` and how its parts are put together; ``page_tables.py`` has
+the tables, ``assets/`` the template, the style and the script that draws the charts and the step
 player. Computes nothing but units. Must not know the simulator.
 
 What comes from outside enters as the text of an element, which is escaped when the tree is
@@ -28,6 +28,7 @@ from zerosim.records.files import write_whole
 from zerosim.records.results import Check, Results
 from zerosim.report import colors as palette
 from zerosim.report import trace
+from zerosim.report.looks import looks
 from zerosim.report.page_tables import element, summary, tables, written
 
 SHOWN_FAILURES = 200
@@ -91,9 +92,10 @@ def _data(results: Results) -> dict[str, Any]:
         "losses": {record.name: [step.loss for step in record.steps] for record in results.schemes},
         "differences": results.differences,
         "sweep": [replace(row, events=[]) for row in results.sweep],  # these are among the runs
-        "artefacts": results.artefacts,
+        "ablations": results.ablations,
         "runs": list(_runs(results)),
-        "colours": {"bands": palette.BANDS, "schemes": palette.SCHEMES},
+        "colours": palette.BANDS,
+        "looks": {name: look._asdict() for name, look in looks(record.name for record in results.schemes).items()},
         "states": MODEL_STATES,
     }
 
@@ -102,14 +104,14 @@ def _runs(results: Results) -> Iterator[dict[str, Any]]:
     """What the player can replay: the events of a step, what they start from, and the peak that was recorded."""
     ranks = results.settings.ranks
     for record in results.schemes:
-        last = record.steps[-1] if record.steps and not record.death else None
+        last = record.steps[-1] if record.steps and not record.out_of_memory else None
         yield {
             "ranks": ranks,
             "scheme": record.name,
-            "start": trace.start(record.steps[-1].resident if record.steps else {}, record.death),
-            "events": trace.until_death(record.events, record.death),
+            "start": trace.start(record.steps[-1].resident if record.steps else {}, record.out_of_memory),
+            "events": trace.until_out_of_memory(record.events, record.out_of_memory),
             "peak": last.peak.total if last else None,
-            "death": record.death,
+            "shortage": record.out_of_memory,
         }
     for row in results.sweep:
         if row.ranks != ranks and row.events:
@@ -119,7 +121,7 @@ def _runs(results: Results) -> Iterator[dict[str, Any]]:
                 "start": row.resident_by_band,
                 "events": row.events,
                 "peak": row.peak,
-                "death": None,
+                "shortage": None,
             }
 
 
@@ -137,7 +139,7 @@ def _head(results: Results) -> Iterator[Tree.Element]:
     yield element(
         "p",
         f"{results.n_params:,} parameters on {runs} of {_some(settings.batch, 'row')} per rank; data {settings.data}, "
-        f"precision {settings.precision}, wire {settings.wire}, ZeRO-3 gathers by the {settings.gather}{card}.",
+        f"precision {settings.precision}, wire {settings.wire}, gathered by {settings.gather}{card}.",
         class_="lead",
     )
     yield element("ul", *(_verdict(results, check) for check in _CLAIMS), class_="verdicts")

@@ -93,32 +93,34 @@ def _number(value: float, form: str) -> str:
 def summary(results: Results) -> list[Tree.Element]:
     """The table that comes first: a row for each scheme."""
     P, unit = results.n_params, results.n_params * WIRES[results.settings.wire].itemsize
-    bases = [sum(record.steps[-1].resident.values()) for record in results.schemes[:1] if record.death is None]
+    base = results.base()
+    whole = sum(base.steps[-1].resident.values()) if base else 0
     rows: list[list[Cell]] = []
     for record in results.schemes:
-        if death := record.death:
-            fate = f"out of memory: {death.asked:,} B of {death.band} {f'for {death.unit}' if death.unit else ''}"
-            rows.append([record.name, *["–"] * 7, element("span", fate.strip(), class_="fate")])
+        if shortage := record.out_of_memory:
+            fate = f"out of memory: {shortage.asked:,} B of {shortage.band}"
+            fate += f" for {shortage.unit}" if shortage.unit else ""
+            rows.append([record.name, *["–"] * 7, element("span", fate, class_="fate")])
             continue
         step, expected = record.steps[-1], record.prediction
         resident, sent = sum(step.resident.values()), step.sent()
         rows.append([
             record.name,
             _ratio(resident, sum(expected.resident.values()), P),
-            f"{resident / bases[0]:.4f}" if bases else "–",
+            f"{resident / whole:.4f}" if whole else "–",
             _ratio(step.peak_without_activations.total, sum(expected.peak_without_activations.values()), P),
             _ratio(step.peak.total, sum(expected.peak.values()), P),
             _count(sent, sum(sum(bands.values()) for bands in expected.traffic.values())),
             f"{sent / unit:.4f}",
             _number(step.loss, ".6f"),
-            element("span", "lives", class_="fate"),
+            element("span", "fits", class_="fate"),
         ])  # fmt: skip
     held, moved = "bytes per parameter, on each rank", "sent per rank and step"
     head = [
-        ("", "scheme"), (held, "at rest"), (held, "× data parallel"), (held, "peak"), (held, "peak with activations"),
-        (moved, "bytes"), (moved, "in P"), ("", "final loss"), ("", "fate"),
+        ("", "scheme"), (held, "at rest"), (held, f"× {base.name}" if base else "×"), (held, "peak"),
+        (held, "peak with activations"), (moved, "bytes"), (moved, "in P"), ("", "final loss"), ("", "fate"),
     ]  # fmt: skip
-    if not any(record.death for record in results.schemes):
+    if not any(record.out_of_memory for record in results.schemes):
         head, rows = head[:-1], [row[:-1] for row in rows]
     note = (
         "P: all parameters once, in the wire’s dtype. A peak is the highest instant within a step; activations are "
@@ -130,17 +132,17 @@ def summary(results: Results) -> list[Tree.Element]:
 def tables(results: Results) -> Iterator[Tree.Element]:
     """All other tables."""
     yield from _alike(results)
-    living = results.survivors()
-    rest: list[Side] = [(record.name, step.resident, record.prediction.resident) for record, step in living]
-    peak: list[Side] = [(record.name, step.peak.by_band, record.prediction.peak) for record, step in living]
-    instants = "; ".join(f"{record.name}: {step.peak.phase}, {step.peak.unit or '–'}" for record, step in living)
+    completed = results.completed()
+    rest: list[Side] = [(record.name, step.resident, record.prediction.resident) for record, step in completed]
+    peak: list[Side] = [(record.name, step.peak.by_band, record.prediction.peak) for record, step in completed]
+    instants = "; ".join(f"{record.name}: {step.peak.phase}, {step.peak.unit or '–'}" for record, step in completed)
     yield from _bands("rest", "Bytes at rest, by band", rest, _CHECKED)
     yield from _bands("peak", "Bytes at the peak’s instant, by band", peak, f"{_CHECKED} Reached in {instants}.")
     yield from _traffic(results)
     yield from _flops(results)
     yield from _times(results)
     yield from _sweep(results)
-    yield from _artefacts(results)
+    yield from _ablations(results)
 
 
 def _alike(results: Results) -> list[Tree.Element]:
@@ -153,12 +155,12 @@ def _alike(results: Results) -> list[Tree.Element]:
             differing = sum(each.differing.get(band, 0) for each in here)
             largest = _number(max(each.largest.get(band, 0.0) for each in here), ".2g")
             row += [_count(differing, 0), largest if differing == 0 else element("b", largest, class_="off")]
-        losses = {_number(record.steps[step - 1].loss, ".6f") for record, _ in results.survivors()}
+        losses = {_number(record.steps[step - 1].loss, ".6f") for record, _ in results.completed()}
         rows.append([*row, " or ".join(sorted(losses))])
     head = [("", "step"), *((band, what) for band in bands for what in ("bits differ", "largest")), ("", "loss")]
     note = (
         "Elements whose bits differ between the schemes, over all ranks, and the largest difference; "
-        "each scheme against data parallel, and that against its own first rank."
+        "each scheme against the first, and that, where its ranks hold whole states, against its own first rank."
     )
     return table("alike", "Same training: do all schemes hold the same?", head, rows, note)
 
@@ -178,7 +180,7 @@ def _bands(name: str, title: str, sides: Sequence[Side], note: str) -> list[Tree
 
 def _traffic(results: Results) -> list[Tree.Element]:
     rows: list[list[Cell]] = []
-    for record, step in results.survivors():
+    for record, step in results.completed():
         for moved in step.traffic:
             sent = max(moved.sent, default=0)
             predicted = record.prediction.traffic.get(moved.collective, {}).get(moved.band, 0)
@@ -193,7 +195,7 @@ def _traffic(results: Results) -> list[Tree.Element]:
 def _flops(results: Results) -> list[Tree.Element]:
     phases = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
     rows = []
-    for record, step in results.survivors():
+    for record, step in results.completed():
         pairs = [(step.flops.get(phase, 0), record.prediction.flops.get(phase, 0)) for phase in phases]
         rows.append([record.name, *_pairs(pairs)])
     head = [("", "scheme"), *((str(phase), what) for phase in phases for what in ("measured", "predicted"))]
@@ -203,7 +205,7 @@ def _flops(results: Results) -> list[Tree.Element]:
 def _times(results: Results) -> list[Tree.Element]:
     phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION]
     rows: list[list[Cell]] = []
-    for record, _ in results.survivors():
+    for record, _ in results.completed():
         times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
         medians = [1e3 * each[len(each) // 2] for each in times]
         rows.append([
@@ -223,7 +225,7 @@ def _sweep(results: Results) -> list[Tree.Element]:
         cells: list[Cell] = []
         for field in kinds.values():
             measured, predicted = getattr(row, field), getattr(row, f"{field}_predicted")
-            cells += [_count(measured, predicted) if row.survives else "out of memory", f"{predicted:,}"]
+            cells += [_count(measured, predicted) if row.fits else "out of memory", f"{predicted:,}"]
         rows.append([str(row.ranks), row.scheme, *cells])
     head = [("", "N"), ("", "scheme"), *((kind, what) for kind in kinds for what in ("measured", "predicted"))]
     return table(
@@ -231,8 +233,8 @@ def _sweep(results: Results) -> list[Tree.Element]:
     )
 
 
-def _artefacts(results: Results) -> list[Tree.Element]:
-    P, found = results.n_params, results.artefacts
+def _ablations(results: Results) -> list[Tree.Element]:
+    P, found = results.n_params, results.ablations
     rows: list[list[Cell]] = []
     if gather := found.whole_model_gather:
         held = gather.states + gather.gathered
@@ -256,4 +258,4 @@ def _artefacts(results: Results) -> list[Tree.Element]:
             for step in sorted({1, len(drift.differing)})
         )
         rows.append([f"one scheme’s bucket is the whole model ({precision})", "; ".join(after) + "."])
-    return table("artefacts", "What changes when a rule is broken on purpose", [("", "rule"), ("", "found")], rows)
+    return table("ablations", "What changes when a rule is broken on purpose", [("", "rule"), ("", "found")], rows)

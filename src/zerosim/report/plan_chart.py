@@ -1,4 +1,4 @@
-"""The chart of a plan: the peaks of its stages on each number of GPUs, stacked by band, and the card's line.
+"""The chart of a plan: the peaks of its rows on each number of GPUs, stacked by band, and the card's line.
 
 Owns how a plan is drawn. Takes records; computes nothing but units. Must not know the simulator.
 """
@@ -15,11 +15,10 @@ from matplotlib.patches import Patch
 from zerosim.bands import Band
 from zerosim.records.plan import Cell, Plan
 from zerosim.report import colors as palette
-from zerosim.report import plan_answers as answers
+from zerosim.report import plan_verdict as verdict
 from zerosim.report.figure_style import FAINT, INK, headline, legend, settle, styled
 from zerosim.util import sizes
 
-SHORT = {"data parallel": "DP", "ZeRO-1": "Z1", "ZeRO-2": "Z2", "ZeRO-3": "Z3"}
 VISIBLE = 1 / 500  # of the scale: what is thinner needs no key
 OVER = "#B3261E"  # beyond the card
 UNITS = {False: ("B", "kB", "MB", "GB", "TB", "PB"), True: ("B", "KiB", "MiB", "GiB", "TiB", "PiB")}
@@ -38,9 +37,9 @@ def drawn(plan: Plan, form: str) -> bytes:
 
 @styled()
 def peaks(plan: Plan) -> Figure:
-    """A panel for each N, a bar for each stage, on one scale."""
+    """A panel for each N, a bar for each row, on one scale."""
     numbers = plan.question.gpus
-    per_panel = len(plan.question.stages)
+    per_panel = len(plan.question.rows)
     width = min(16.0, max(8.4, 2.2 + len(numbers) * (0.35 + 0.5 * per_panel)))
     figure = Figure(figsize=(width, 5), layout="constrained")
     panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
@@ -78,11 +77,19 @@ def _panel(axes: Axes, plan: Plan, ranks: int, factor: int, *, last: bool) -> No
                 color=OVER, fontsize=8, ha="right", zorder=5,
                 bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
             )  # fmt: skip
-    axes.set_xticks(range(len(cells)), [SHORT[cell.name] for cell in cells])
+    axes.set_xticks(range(len(cells)), [_initials(cell.name) for cell in cells])
     axes.set_xlabel(f"N = {ranks:,}", fontweight="bold" if ranks in plan.question.asked else "normal")
     axes.grid(False, axis="x")
     axes.tick_params(axis="x", length=0)
     axes.spines["bottom"].set_color(FAINT)
+
+
+def _initials(name: str) -> str:
+    """What fits below a bar: DP, Z1; a name of one short word as it is."""
+    words = name.replace("-", " ").split()
+    if len(words) < 2 and len(name) < 7:
+        return name
+    return "".join(word if word.isdigit() else word[0].upper() for word in words)
 
 
 def _top(plan: Plan) -> int:
@@ -111,15 +118,15 @@ def _finding(plan: Plan) -> str:
             f"{text} on {ranks:,}: from {_size(plan, high.peak.total)} under {high.name} "
             f"to {_size(plan, low.peak.total)} under {low.name}"
         )
-    lowest = plan.lowest(ranks)
+    first = plan.first_fit(ranks)
     where = (
         f"{ranks:,} cards of {_size(plan, plan.question.memory)}"
         if ranks > 1
         else f"a card of {_size(plan, plan.question.memory)}"
     )
-    if lowest is None:
-        return f"{text} on {where}: no stage fits"
-    return f"{text} on {where}: {lowest.name} is enough, at {_size(plan, lowest.peak.total)}"
+    if first is None:
+        return f"{text} on {where}: no scheme fits"
+    return f"{text} on {where}: {first.name} is enough, at {_size(plan, first.peak.total)}"
 
 
 def _short(name: str) -> str:
@@ -167,7 +174,7 @@ def _page(plan: Plan) -> str:
 
 def _hover(plan: Plan, cell: Cell, band: Band) -> str:
     value = cell.peak.by_band.get(band, 0)
-    where = answers.instant(cell.peak)
+    where = verdict.instant(cell.peak)
     return (
         f"{band}: {value:,} B<br>{cell.name}, N = {cell.ranks:,}: {cell.peak.total:,} B "
         f"({sizes.both(cell.peak.total)})<br>reached in {_plain(where)}"

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerosim.bands import Band
-from zerosim.records.plan import Cell, Cluster, Estimate, Network, Plan, Question, Rung
-from zerosim.report import plan_answers as answers
+from zerosim.records.plan import Cell, Cluster, Estimate, LargestModel, Network, Plan, Question
+from zerosim.report import plan_verdict as verdict
 from zerosim.report.tables import number_table
 from zerosim.util import sizes
 
@@ -32,8 +32,8 @@ def show(plan: Plan, console: Console | None = None, *, estimates: bool = False)
     tables = [_overview(plan)]
     for ranks in question.asked:
         tables += [_bands(plan, ranks), _traffic(plan, ranks), _times(plan, ranks)]
-    if plan.ladder:
-        tables.append(_ladder(plan))
+    if plan.largest_models:
+        tables.append(_largest_models(plan))
     for table in tables:
         if table.row_count:
             console.print()
@@ -47,7 +47,7 @@ def show(plan: Plan, console: Console | None = None, *, estimates: bool = False)
         for ranks in question.asked:
             _estimates(plan, ranks, console)
     console.print()
-    for line in answers.lines(plan):
+    for line in verdict.lines(plan):
         console.print(line)
 
 
@@ -89,7 +89,7 @@ def _overview(plan: Plan) -> Table:
     question = plan.question
     table = number_table(
         "Per GPU: at rest, at the peak of a step, and sent in a step",
-        "N", "stage", "at rest", "peak", "room", "the peak is in", "mostly", "sent",
+        "N", "scheme", "at rest", "peak", "room", "the peak is in", "mostly", "sent",
     )  # fmt: skip
     for column in (1, 5, 6):
         table.columns[column].justify = "left"
@@ -100,12 +100,12 @@ def _overview(plan: Plan) -> Table:
             table.add_row(
                 f"{ranks:,}" if not index else "",
                 cell.name,
-                answers.size(question, cell.at_rest),
-                answers.size(question, cell.peak.total),
+                verdict.size(question, cell.at_rest),
+                verdict.size(question, cell.peak.total),
                 _room(question, cell),
-                escape(answers.instant(cell.peak)),
+                escape(verdict.instant(cell.peak)),
                 f"{largest} {share:.0%}",
-                answers.size(question, cell.sent),
+                verdict.size(question, cell.sent),
             )
         table.add_section()
     if not question.memory:
@@ -130,7 +130,7 @@ def _times(plan: Plan, ranks: int) -> Table:
     cluster = plan.cluster
     table = number_table(
         f"The least time of a step over rings, a bound and no forecast, N = {ranks:,}",
-        "stage", "computing", "sending", "without overlap", "with overlap", "bound by",
+        "scheme", "computing", "sending", "without overlap", "with overlap", "bound by",
         caption=_cluster(cluster, plan.question.network) if cluster else "",
     )  # fmt: skip
     table.columns[5].justify = "left"
@@ -151,9 +151,9 @@ def _room(question: Question, cell: Cell) -> str:
     if cell.room is None:
         return ""
     return (
-        f"[green]{answers.size(question, cell.room)}[/]"
+        f"[green]{verdict.size(question, cell.room)}[/]"
         if cell.fits
-        else f"[red]{answers.size(question, cell.room)}[/]"
+        else f"[red]{verdict.size(question, cell.room)}[/]"
     )
 
 
@@ -175,8 +175,8 @@ def _bands(plan: Plan, ranks: int) -> Table:
             row = []
             for cell in cells:
                 peak, rest = cell.peak.by_band.get(band, 0), cell.resident.get(band, 0)
-                text = answers.size(question, peak) if peak else "–"
-                row.append(f"{text} ({answers.size(question, rest)})" if rest else text)
+                text = verdict.size(question, peak) if peak else "–"
+                row.append(f"{text} ({verdict.size(question, rest)})" if rest else text)
             table.add_row(str(band), *row)
     table.add_section()
     table.add_row("in all", *(sizes.text(cell.peak.total, digits=4) for cell in cells))
@@ -193,36 +193,38 @@ def _traffic(plan: Plan, ranks: int) -> Table:
             sum(moved.sent for moved in cell.traffic if (moved.collective, moved.band) == (collective, band))
             for cell in cells
         ]
-        table.add_row(f"{collective} of {band}", *(answers.size(plan.question, each) if each else "–" for each in sent))
+        table.add_row(f"{collective} of {band}", *(verdict.size(plan.question, each) if each else "–" for each in sent))
     if len(keys) > 1:
         table.add_section()
-        table.add_row("in all", *(answers.size(plan.question, cell.sent) for cell in cells))
+        table.add_row("in all", *(verdict.size(plan.question, cell.sent) for cell in cells))
     return table
 
 
-def _ladder(plan: Plan) -> Table:
-    assert plan.ladder is not None
+def _largest_models(plan: Plan) -> Table:
+    assert plan.largest_models is not None
     question = plan.question
     table = number_table(
-        f"The ladder: the largest {plan.ladder.family} that fits on N such cards",
-        "N", "stage", "parameters", "model", "peak", "mostly",
-        caption=plan.ladder.about,
+        f"The largest {plan.largest_models.family} that fits on N such cards",
+        "N", "scheme", "parameters", "model", "peak", "mostly",
+        caption=plan.largest_models.about,
     )  # fmt: skip
     table.columns[1].justify = table.columns[3].justify = table.columns[5].justify = "left"
     last = None
-    for rung in plan.ladder.rungs:
-        if last not in (None, rung.ranks):
+    for model in plan.largest_models.found:
+        if last not in (None, model.ranks):
             table.add_section()
-        table.add_row(f"{rung.ranks:,}" if rung.ranks != last else "", rung.name, *_rung(question, rung))
-        last = rung.ranks
+        table.add_row(
+            f"{model.ranks:,}" if model.ranks != last else "", model.row.name, *_largest_model(question, model)
+        )
+        last = model.ranks
     return table
 
 
-def _rung(question: Question, rung: Rung) -> list[str]:
-    if rung.peak is None:
+def _largest_model(question: Question, model: LargestModel) -> list[str]:
+    if model.peak is None:
         return ["none", "", "", ""]
-    count = f"{'≥ ' if rung.at_least else ''}{rung.params:,}"
-    return [count, rung.shape, answers.size(question, rung.peak.total), rung.peak.largest]
+    count = f"{'≥ ' if model.at_least else ''}{model.params:,}"
+    return [count, model.shape, verdict.size(question, model.peak.total), model.peak.largest]
 
 
 def _differs(estimate: Estimate) -> bool:
@@ -231,11 +233,11 @@ def _differs(estimate: Estimate) -> bool:
 
 
 def _estimate(question: Question, estimate: Estimate) -> str:
-    text = f"{answers.size(question, estimate.nbytes)}\n[dim]{estimate.formula}[/]"
+    text = f"{verdict.size(question, estimate.nbytes)}\n[dim]{estimate.formula}[/]"
     if _differs(estimate):
         band = max(estimate.beside, key=lambda band: abs(estimate.beside[band]))
         sign = "+" if estimate.beside[band] > 0 else ""
-        text += f"\n[dim]{sign}{answers.size(question, estimate.beside[band])} {band}[/]"
+        text += f"\n[dim]{sign}{verdict.size(question, estimate.beside[band])} {band}[/]"
     return text
 
 
@@ -248,7 +250,7 @@ def _granted(plan: Plan) -> str:
 
 
 def _estimates(plan: Plan, ranks: int, console: Console) -> None:
-    """The formulas by stage, and below them the reasons, each once."""
+    """The formulas by row, and below them the reasons, each once."""
     cells = plan.at(ranks)
     here = [each for each in plan.estimates if each.ranks == ranks]
     table = number_table(
@@ -260,15 +262,15 @@ def _estimates(plan: Plan, ranks: int, console: Console) -> None:
     for name in dict.fromkeys(each.name for each in here):
         row = []
         for cell in cells:
-            found = next((each for each in here if (each.name, each.stage) == (name, cell.stage)), None)
+            found = next((each for each in here if (each.name, each.row) == (name, cell.row)), None)
             row.append(_estimate(plan.question, found) if found else "–")
             if found and _differs(found):
                 whys.setdefault((name, found.why), []).append(cell.name)
         table.add_row(name, *row)
     table.add_section()
-    table.add_row("our ledger, at rest", *(answers.size(plan.question, cell.at_rest) for cell in cells))
-    table.add_row("our ledger, at the peak", *(answers.size(plan.question, cell.peak.total) for cell in cells))
+    table.add_row("our ledger, at rest", *(verdict.size(plan.question, cell.at_rest) for cell in cells))
+    table.add_row("our ledger, at the peak", *(verdict.size(plan.question, cell.peak.total) for cell in cells))
     console.print()
     console.print(table)
-    for (name, why), stages in whys.items():
-        console.print(f"[dim]{escape(name)} ({', '.join(stages)}): {escape(why)}.[/]")
+    for (name, why), rows in whys.items():
+        console.print(f"[dim]{escape(name)} ({', '.join(rows)}): {escape(why)}.[/]")

@@ -23,7 +23,6 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from zerosim.bands import WIRES, Band
 from zerosim.records.files import write_whole
 from zerosim.records.results import Results, SweepRow
-from zerosim.report import colors as palette
 from zerosim.report.figure_style import (
     FAINT,
     INK,
@@ -36,14 +35,12 @@ from zerosim.report.figure_style import (
     spread,
     styled,
 )
+from zerosim.report.looks import looks, nested
 from zerosim.report.timeline import timeline
 
 __all__ = ["figures", "loss", "memory", "save_figures", "timeline", "traffic"]
 
-# Of four marks in one place each must show: the first is the largest, and no two have one shape.
-_WIDTHS = {"data parallel": 10.0, "ZeRO-1": 7.0, "ZeRO-2": 4.4, "ZeRO-3": 1.8}
-_SHAPES = {"data parallel": "o", "ZeRO-1": "s", "ZeRO-2": "^", "ZeRO-3": "D"}
-_SIZES = {"data parallel": 15.0, "ZeRO-1": 9.5, "ZeRO-2": 4.5, "ZeRO-3": 6.0}
+_LABEL = 0.165  # inches of height that the label of a line needs
 
 
 def figures(results: Results) -> dict[str, Figure]:
@@ -69,30 +66,49 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
 @styled()
 def memory(results: Results) -> Figure:
     """Bytes per parameter that a rank holds, at rest and at the peak, over N."""
-    figure, axes, rows = _over_ranks(results)
+    figure, axes, rows = _over_ranks(results, labels=2)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("bytes per parameter, on each rank (log scale)")
     ends = []
-    for name, ranks, mine in _by_scheme(rows):
-        for what, dashes, shape, quantity in (
-            ("at rest", "-", _SHAPES[name], "resident"),
-            ("peak", "--", ".", "peak_without_activations"),
-        ):
-            label = f"{name}, {what}"
-            y, predicted = (
-                [getattr(row, each) / results.n_params for row in mine] for each in (quantity, f"{quantity}_predicted")
-            )
-            axes.plot(ranks, y, dashes, color=palette.SCHEMES[name], marker=shape, markersize=6, label=label)
+    names = [record.name for record in results.schemes]
+    curves = {name: (ranks, mine) for name, ranks, mine in _by_scheme(results, rows)}
+    look_of = looks(names)
+    for what, dashes, fill, quantity in (
+        ("at rest", "-", "full", "resident"),
+        ("peak", "--", "none", "peak_without_activations"),
+    ):
+        heights = {
+            name: [getattr(row, quantity) / results.n_params for row in mine] for name, (_, mine) in curves.items()
+        }
+        for place, (name, (ranks, mine)) in enumerate(curves.items()):
+            look, label, y = look_of[name], f"{name}, {what}", heights[name]
+            predicted = [getattr(row, f"{quantity}_predicted") / results.n_params for row in mine]
+            # Of curves that are one, each is drawn over a broader one.
+            under = sum(other == y for other in list(heights.values())[place + 1 :])
+            broad = nested(0, under + 1, least=0, step=2.5, most=12)
+            axes.plot(
+                ranks, y, dashes, color=look.color, linewidth=1.5 + broad, marker=look.marker, fillstyle=fill,
+                markersize=5 + 1.6 * broad, label=label,
+            )  # fmt: skip
             axes.plot(ranks, predicted, "x", color=INK, markersize=4, zorder=5, label=f"{label}, predicted")
-            ends.append(label_end(axes, ranks[-1], y[-1], f"{label}: {y[-1]:.5g}", palette.SCHEMES[name]))
+            ends.append(label_end(axes, ranks[-1], y[-1], f"{label}: {y[-1]:.5g}", look.color))
     axes.set_title(_as_predicted(rows, "resident", "peak_without_activations"))
-    found = _finding(rows, "resident", results.n_params, ".5g", ("data parallel", "ZeRO-3"))
+    found = _finding(rows, "resident", results.n_params, ".5g", [names[0], names[-1]])
     headline(figure, f"Bytes per parameter at rest{found}")
     legend(
         figure,
-        Line2D([], [], color=INK, marker="o", markersize=6, label="at rest, between steps"),
-        Line2D([], [], color=INK, linestyle="--", label="peak within a step, without activations"),
+        Line2D([], [], color=INK, marker="o", markersize=5, label="at rest, between steps"),
+        Line2D(
+            [],
+            [],
+            color=INK,
+            linestyle="--",
+            marker="o",
+            markersize=5,
+            fillstyle="none",
+            label="peak within a step, without activations",
+        ),
         Line2D([], [], color=INK, linestyle="", marker="x", markersize=4, label="predicted"),
     )
     settle(figure)
@@ -103,7 +119,7 @@ def memory(results: Results) -> Figure:
 @styled()
 def traffic(results: Results) -> Figure:
     """Bytes that a rank sends in a step over N, on the curves that are predicted."""
-    figure, axes, rows = _over_ranks(results)
+    figure, axes, rows = _over_ranks(results, labels=1)
     itemsize = WIRES[results.settings.wire].itemsize
     unit = results.n_params * itemsize
     axes.set_ylabel(f"bytes sent by each rank in a step,\nin units of P × {itemsize} bytes (P parameters)")
@@ -115,15 +131,18 @@ def traffic(results: Results) -> Figure:
         axes.annotate(f"{factor}", (0, factor), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points")
     axes.set_ylim(-0.15, 3.3)
     ends = []
-    for name, ranks, mine in _by_scheme(rows):
-        y = [row.sent / unit for row in mine]
+    names = [record.name for record in results.schemes]
+    look_of = looks(names)
+    for name, ranks, mine in _by_scheme(results, rows):
+        place, look, y = names.index(name), look_of[name], [row.sent / unit for row in mine]
         axes.plot(
-            ranks, y, _SHAPES[name], color=palette.SCHEMES[name], markersize=_SIZES[name], markeredgewidth=2,
-            fillstyle="none" if name in ("data parallel", "ZeRO-1") else "full", label=name, clip_on=False,
+            ranks, y, look.marker, color=look.color, markersize=nested(place, len(names), least=4.5, step=4.5, most=25),
+            markeredgewidth=2 if len(names) < 6 else 1.2, fillstyle="none" if place < len(names) - 1 else "full",
+            label=name, clip_on=False,
         )  # fmt: skip
-        ends.append(label_end(axes, ranks[-1], y[-1], f"{name}: {y[-1]:.4g}", palette.SCHEMES[name]))
+        ends.append(label_end(axes, ranks[-1], y[-1], f"{name}: {y[-1]:.4g}", look.color))
     axes.set_title(_as_predicted(rows, "sent"))
-    headline(figure, f"Traffic{_finding(rows, 'sent', unit, '.4g', palette.SCHEMES)}")
+    headline(figure, f"Traffic{_finding(rows, 'sent', unit, '.4g', names)}")
     legend(
         figure,
         Line2D([], [], color=FAINT, label="predicted, padding left out: 2(N−1)/N and 3(N−1)/N"),
@@ -134,9 +153,9 @@ def traffic(results: Results) -> Figure:
     return figure
 
 
-def _over_ranks(results: Results) -> tuple[Figure, Axes, list[SweepRow]]:
-    """A figure with one panel over N, and the rows to draw."""
-    figure = Figure(figsize=(8.4, 5), layout="constrained")
+def _over_ranks(results: Results, labels: int) -> tuple[Figure, Axes, list[SweepRow]]:
+    """A figure with one panel over N and room for so many labels of each scheme, and the rows to draw."""
+    figure = Figure(figsize=(8.4, max(5.0, 1.5 + _LABEL * labels * len(results.schemes))), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
     every = sorted({row.ranks for row in results.sweep}) or [1]
@@ -146,15 +165,15 @@ def _over_ranks(results: Results) -> tuple[Figure, Axes, list[SweepRow]]:
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlim(every[0] / 1.15, every[-1] * 1.15)
     axes.set_xlabel("N, number of ranks")
-    return figure, axes, [row for row in results.sweep if row.survives]
+    return figure, axes, [row for row in results.sweep if row.fits]
 
 
-def _by_scheme(rows: Iterable[SweepRow]) -> Iterator[tuple[str, list[int], list[SweepRow]]]:
+def _by_scheme(results: Results, rows: Iterable[SweepRow]) -> Iterator[tuple[str, list[int], list[SweepRow]]]:
     """Each scheme that has rows, with their N and the rows, in order of N."""
-    for name in palette.SCHEMES:
-        mine = sorted((row for row in rows if row.scheme == name), key=lambda row: row.ranks)
+    for record in results.schemes:
+        mine = sorted((row for row in rows if row.scheme == record.name), key=lambda row: row.ranks)
         if mine:
-            yield name, [row.ranks for row in mine], mine
+            yield record.name, [row.ranks for row in mine], mine
 
 
 def _finding(rows: Sequence[SweepRow], quantity: str, unit: int, form: str, names: Iterable[str]) -> str:
@@ -162,7 +181,7 @@ def _finding(rows: Sequence[SweepRow], quantity: str, unit: int, form: str, name
     most = max((row.ranks for row in rows), default=0)
     last = {row.scheme: getattr(row, quantity) for row in rows if row.ranks == most and row.scheme in names}
     if not last:
-        return ": no run survived"
+        return ": every run was out of memory"
     return f" on {ranks_text(most)}: {each_value(last, lambda count: format(count / unit, form))}"
 
 
@@ -181,20 +200,20 @@ def loss(results: Results) -> Figure:
     band = Band.MASTER if any(Band.MASTER in each.largest for each in results.differences) else Band.PARAMS
     nonzero = [each.largest[band] for each in results.differences if 0 < each.largest.get(band, 0) < math.inf]
     above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2 if nonzero else 1])
-    # A line of one step is a dot.
-    looks: dict[str, dict[str, Any]] = {
-        name: {
-            "color": colour, "label": name, "linewidth": _WIDTHS[name], "solid_capstyle": "round", "clip_on": False,
-            "marker": "o" if results.settings.steps == 1 else "", "markersize": 2 * _WIDTHS[name],
-        }
-        for name, colour in palette.SCHEMES.items()
-    }  # fmt: skip
+    lines: dict[str, dict[str, Any]] = {}  # a line of one step is a dot
+    for place, (name, look) in enumerate(looks(record.name for record in results.schemes).items()):
+        width = nested(place, len(results.schemes), least=1.8, step=2.7, most=16)
+        lines[name] = {
+            "color": look.color, "label": name, "linewidth": width, "linestyle": look.line, "clip_on": False,
+            "solid_capstyle": "round",
+            "marker": "o" if results.settings.steps == 1 else "", "markersize": 2 * width,
+        }  # fmt: skip
     for record in results.schemes:
-        above.plot([each.step for each in record.steps], [each.loss for each in record.steps], **looks[record.name])
+        above.plot([each.step for each in record.steps], [each.loss for each in record.steps], **lines[record.name])
     above.set_ylabel("training loss,\nmean over the ranks")
-    for name, look in looks.items():
+    for name, look_of_line in lines.items():
         mine = [each for each in results.differences if each.scheme == name]
-        below.plot([each.step for each in mine], [each.largest.get(band, 0) for each in mine], **look)
+        below.plot([each.step for each in mine], [each.largest.get(band, 0) for each in mine], **look_of_line)
     below.set_ylabel(f"largest difference\nof {'master weights' if band == Band.MASTER else 'weights'}")
     below.set_xlabel("step")
     below.set_xlim(0.5, results.settings.steps + 0.5)
@@ -211,14 +230,14 @@ def loss(results: Results) -> Figure:
         if not differing:
             count = "0 differing bits over all ranks, in every step"
         below.set_title(f"Against {results.differences[0].scheme}: {count}")
-    alive = [record for record in results.schemes if record.steps]
-    curves = {tuple(each.loss for each in record.steps) for record in alive}
-    if len(alive) < 2:
-        finding = f"{alive[0].name} alone survived" if alive else "no scheme survived"
+    trained = [record for record in results.schemes if record.steps]
+    curves = {tuple(each.loss for each in record.steps) for record in trained}
+    if len(trained) < 2:
+        finding = f"{trained[0].name} alone has memory enough" if trained else "every scheme is out of memory"
     elif len(curves) > 1 or differing:
         finding = "the schemes do not learn the same"
     else:
-        finding = f"{len(alive)} schemes, one curve, the same weights bit for bit"
+        finding = f"{len(trained)} schemes, one curve, the same weights bit for bit"
     headline(figure, f"Training on {ranks_text(results.settings.ranks)}: {finding}")
     legend(figure, *above.get_lines())
     settle(figure)

@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from zerosim.bands import PRECISIONS, WIRES, Band
+from zerosim.bands import WIRES, Band
 from zerosim.records.real_ranks import Corroboration, Flow, RankRecord, Run
 from zerosim.report.tables import number_table
+from zerosim.util import sizes
 
 SHOWN_FAILURES = 20
 METERS = {"process": "/proc/self/io", "sockets": "the TCP sockets"}
@@ -117,7 +118,7 @@ def _traffic(
 def _unit(found: Corroboration, run: Run) -> float:
     """P in bytes, less a rank's own share: all parameters once, in the dtype in which they travel, times (N-1)/N."""
     size = found.settings.ranks
-    dtype = WIRES["fp32"] if found.settings.wire == "fp32" else PRECISIONS[run.precision].working
+    dtype = WIRES[found.settings.options(run.precision).wire]
     return found.n_params * dtype.itemsize * (size - 1) / size
 
 
@@ -147,7 +148,7 @@ def _memory(found: Corroboration, runs: Sequence[Run]) -> list[Table]:
             table.add_row(band, *(_held([rank.peak for rank in run.ranks], run.peak, band) for run in here))
         table.add_row("all", *(f"{sum(run.ranks[0].peak.values()):,}" for run in here), end_section=True)
         table.add_row("at rest", *(_at_rest(run) for run in here))
-        table.add_row("process, MB (1e6 B)", *(f"{max(rank.rss for rank in run.ranks) / 1e6:.0f}" for run in here))
+        table.add_row("process", *(sizes.text(max(rank.rss for rank in run.ranks)) for run in here))
         if here:
             tables.append(table)
     return tables

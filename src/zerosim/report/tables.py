@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
+
+
+def screen(console: Console | None = None, *, width: int) -> Console:
+    """Where a command prints: a terminal as wide as it is, anything else ``width`` columns wide."""
+    console = console or Console(highlight=False)
+    return console if console.is_terminal else Console(file=console.file, highlight=False, width=width)
 
 
 def number_table(title: str, *columns: str, left: int = 1, caption: str = "", tight: bool = False) -> Table:

@@ -21,7 +21,6 @@ from zerosim.records.results import Results, SchemeRecord
 from zerosim.report import colors as palette
 from zerosim.report.figure_style import (
     INK,
-    bytes_text,
     each_value,
     headline,
     legend,
@@ -29,40 +28,41 @@ from zerosim.report.figure_style import (
     ranks_text,
     spread,
     styled,
-    unit_for,
 )
+from zerosim.report.looks import Look, looks
+from zerosim.util import sizes
 
 _TRANSIENT = tuple(band for band in Band if band not in MODEL_STATES)
 _PHASES = {"forward": "#F6F6F6", "backward": "#ECECEC", "optimizer": "#F6F6F6"}  # and their tints
+_ABREAST = 4  # schemes beside each other, at most
 
 
 @styled()
 def timeline(results: Results) -> Figure:
     """What a rank holds in each band, event by event through the last step."""
-    figure = Figure(figsize=(12, 6.4))
-    margins = {"left": 0.055, "right": 0.992, "bottom": 0.125, "top": 0.865, "wspace": 0.08, "hspace": 0.06}
-    panels = figure.subplots(
-        2, len(results.schemes), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2], gridspec_kw=margins
-    )
+    figure, pairs = _panels(len(results.schemes))
     levels = [_levels(record) for record in results.schemes]
+    look_of = looks(record.name for record in results.schemes)
     labels: list[list[Text]] = []
-    for (above, below), record, held in zip(panels.T, results.schemes, levels, strict=True):
-        labels += _column(figure, above, below, record, held)
-    needed = [sum(record.death.held.values()) + record.death.asked for record in results.schemes if record.death]
-    _shared_scale(panels[0][0], "bytes held by each rank", [*(max(_totals(held, Band)) for held in levels), *needed])
-    _shared_scale(panels[1][0], "of which transient", [max(_totals(held, _TRANSIENT)) for held in levels])
+    for (above, below), record, held in zip(pairs, results.schemes, levels, strict=True):
+        labels += _column(figure, above, below, record, held, look_of[record.name])
+    short = [record for record in results.schemes if record.out_of_memory]
+    needed = [sum(each.held.values()) + each.asked for record in short if (each := record.out_of_memory)]
+    for above, below in pairs[:: _columns(len(pairs))]:
+        _shared_scale(above, "bytes held by each rank", [*(max(_totals(held, Band)) for held in levels), *needed])
+        _shared_scale(below, "of which transient", [max(_totals(held, _TRANSIENT)) for held in levels])
     drawn = [band for band in Band if any(any(held[band]) for held in levels)]
     keys: list[Line2D | Patch] = [Patch(color=palette.BANDS[band], label=band) for band in drawn]
-    dead = [record.name for record in results.schemes if record.death]
-    if dead:
-        finding = f"out of memory under {listed(dead)}"
+    if short:
+        names = listed([record.name for record in short])
+        finding = f"out of memory under {names}"
         if (capacity := results.settings.capacity) is not None:
-            lines = [axes.axhline(capacity, color=INK, linestyle="--", label="the card") for axes in panels[0]]
+            lines = [above.axhline(capacity, color=INK, linestyle="--", label="the card") for above, _ in pairs]
             keys.append(lines[0])
-            finding = f"a card of {bytes_text(capacity)} is not enough for {listed(dead)}"
+            finding = f"a card of {sizes.text(capacity)} is not enough for {names}"
     else:
         peaks = {record.name: record.steps[-1].peak.total for record in (results.schemes[0], results.schemes[-1])}
-        finding = f"at its peak a rank holds {each_value(peaks, bytes_text)}"
+        finding = f"at its peak a rank holds {each_value(peaks, sizes.text)}"
     headline(figure, f"One step on {ranks_text(results.settings.ranks)}: {finding}")
     legend(figure, *keys)
     FigureCanvasAgg(figure)  # which measures the labels
@@ -71,8 +71,35 @@ def timeline(results: Results) -> Figure:
     return figure
 
 
+def _columns(count: int) -> int:
+    """How many of so many schemes stand beside each other, in lines of about the same length."""
+    return -(-count // -(-count // _ABREAST))
+
+
+def _panels(count: int) -> tuple[Figure, list[tuple[Axes, Axes]]]:
+    """A figure with two panels, one above the other, for each of ``count`` schemes."""
+    across = _columns(count)
+    lines = -(-count // across)
+    figure = Figure(figsize=(12, 6.4 * lines - 0.5 * (lines - 1)))
+    inch = 1 / figure.get_figheight()
+    outer = figure.add_gridspec(
+        lines, across, left=0.055, right=0.992, bottom=0.8 * inch, top=1 - 0.87 * inch, wspace=0.08, hspace=0.19
+    )
+    pairs: list[tuple[Axes, Axes]] = []
+    for place in range(count):
+        first = pairs[place - place % across] if place % across else (None, None)
+        inner = outer[place // across, place % across].subgridspec(2, 1, height_ratios=[3, 2], hspace=0.06)
+        above = figure.add_subplot(inner[0], sharey=first[0])
+        below = figure.add_subplot(inner[1], sharex=above, sharey=first[1])
+        above.tick_params(labelbottom=False)
+        for axes in (above, below):
+            axes.tick_params(labelleft=not place % across)
+        pairs.append((above, below))
+    return figure, pairs
+
+
 def _column(
-    figure: Figure, above: Axes, below: Axes, record: SchemeRecord, levels: Mapping[str, Sequence[int]]
+    figure: Figure, above: Axes, below: Axes, record: SchemeRecord, levels: Mapping[str, Sequence[int]], look: Look
 ) -> list[list[Text]]:
     """One scheme: all bands, and under them those that come and go; returns the labels to be moved apart."""
     phases = _phases(record)
@@ -84,7 +111,7 @@ def _column(
         axes.set_xlim(0, len(record.events) + 1)
     below.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     below.set_xlabel("event number in the schedule")
-    above.set_title(record.name, color=palette.SCHEMES[record.name], weight="bold", pad=20)
+    above.set_title(record.name, color=look.color, weight="bold", pad=20)
     above.set_title(_fate(record), loc="right", pad=20)
     top = above.get_xaxis_transform()
     names = [above.text(sum(span) / 2, 1.02, phase, transform=top, ha="center") for phase, span in phases.items()]
@@ -99,8 +126,8 @@ def _levels(record: SchemeRecord) -> dict[str, list[int]]:
     held: dict[str, int] = {}
     if record.steps:
         held = record.steps[-1].resident
-    elif record.death:  # whatever else it held, the step that failed brought, and its events say so
-        held = {band: record.death.held.get(band, 0) for band in MODEL_STATES}
+    elif record.out_of_memory:  # whatever else it held, the step that failed brought, and its events say so
+        held = {band: record.out_of_memory.held.get(band, 0) for band in MODEL_STATES}
     levels = {str(band): [held.get(band, 0)] for band in Band}
     for event in record.events:
         sign = {"hold": 1, "free": -1}.get(event.kind, 0)
@@ -135,31 +162,31 @@ def _stack(axes: Axes, levels: Mapping[str, Sequence[int]], bands: Sequence[str]
 
 
 def _mark(figure: Figure, above: Axes, below: Axes, record: SchemeRecord, totals: Sequence[int]) -> Text:
-    """The instant of the peak and its total; or of death and what would have been needed."""
+    """The instant of the peak and its total; or that at which memory ran out, and what was asked for."""
     height = max(totals)
-    at, text = totals.index(height), bytes_text(height)
-    if record.death:
-        held = sum(record.death.held.values())
+    at, text = totals.index(height), sizes.text(height)
+    if record.out_of_memory:
+        held = sum(record.out_of_memory.held.values())
         at = max((event for event, total in enumerate(totals) if total == held), default=at)
-        height = held + record.death.asked
-        text = f"+{bytes_text(record.death.asked)} {record.death.band}"
+        height = held + record.out_of_memory.asked
+        text = f"+{sizes.text(record.out_of_memory.asked)} {record.out_of_memory.band}"
     below.axvline(at + 0.5, color=INK, linewidth=0.8, linestyle=":")
     above.vlines(at + 0.5, 0, height, color=INK, linewidth=0.8, linestyle=":")
-    above.plot(at + 0.5, height, marker="X" if record.death else "o", color=INK, markersize=4, clip_on=False)
+    above.plot(at + 0.5, height, marker="X" if record.out_of_memory else "o", color=INK, markersize=4, clip_on=False)
     over = offset_copy(above.transData, figure, y=3, units="points")
     return above.text(at + 0.5, height, text, transform=over, ha="center")
 
 
 def _fate(record: SchemeRecord) -> str:
-    if record.death is None:
-        return f"at rest {bytes_text(sum(record.steps[-1].resident.values()))}"
-    return f"died in step {record.death.step}" if record.death.step else "died before step 1"
+    if record.out_of_memory is None:
+        return f"at rest {sizes.text(sum(record.steps[-1].resident.values()))}"
+    return f"ends in step {record.out_of_memory.step}" if record.out_of_memory.step else "ends before step 1"
 
 
 def _shared_scale(axes: Axes, what: str, heights: Sequence[int]) -> None:
     """The y axis of a row of panels, in bytes, labelled in a unit that fits."""
     most = max(heights)
-    size, unit = unit_for(most)
+    size, unit = sizes.unit(most)
     axes.set_ylim(0, 1.15 * most or 1)
     axes.yaxis.set_major_locator(MaxNLocator("auto" if most else 1, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / size:g}")

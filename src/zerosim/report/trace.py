@@ -17,7 +17,7 @@ import msgspec
 
 from zerosim.bands import MODEL_STATES
 from zerosim.records.files import write_whole
-from zerosim.records.results import Death, EventRecord, Results, SchemeRecord
+from zerosim.records.results import EventRecord, OutOfMemoryRecord, Results, SchemeRecord
 
 SHOWN_RANKS = 64  # of each scheme: all ranks do the same at the same time, and a viewer has its limits
 TRACKS = ("compute", "communication")
@@ -60,22 +60,22 @@ def save_trace(results: Results, path: Path) -> None:
 # -- the log, from where it starts to where it ends
 
 
-def start(resident: Mapping[str, int], death: Death | None) -> dict[str, int]:
+def start(resident: Mapping[str, int], shortage: OutOfMemoryRecord | None) -> dict[str, int]:
     """Bytes by band that a rank held before the first event of its log.
 
     A step starts from where the one before ended, at rest. Where there was none, the model
-    states are all there was: what else was held at death, the events brought.
+    states are all there was: what else was held when memory ran out, the events brought.
     """
-    if resident or death is None:
+    if resident or shortage is None:
         return dict(resident)
-    return {band: death.held[band] for band in MODEL_STATES if band in death.held}
+    return {band: shortage.held[band] for band in MODEL_STATES if band in shortage.held}
 
 
-def until_death(events: Sequence[EventRecord], death: Death | None) -> list[EventRecord]:
+def until_out_of_memory(events: Sequence[EventRecord], shortage: OutOfMemoryRecord | None) -> list[EventRecord]:
     """A log without what was given back after the run had ended for want of memory."""
-    if death is None:
+    if shortage is None:
         return list(events)
-    held = sum(death.held.values())
+    held = sum(shortage.held.values())
     return list(events[: max((number for number, event in enumerate(events, 1) if event.held == held), default=0)])
 
 
@@ -110,9 +110,9 @@ def _spans(events: Sequence[EventRecord]) -> Iterator[_Span]:
 def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
     """Every entry that has a time, with its track, in order of time; the same for every rank."""
     resident = record.steps[-1].resident if record.steps else {}
-    events = until_death(record.events, record.death)
+    events = until_out_of_memory(record.events, record.out_of_memory)
     pieces: list[tuple[float, str, Entry]] = [
-        (seconds, "compute", entry) for seconds, entry in _memory(start(resident, record.death), events)
+        (seconds, "compute", entry) for seconds, entry in _memory(start(resident, record.out_of_memory), events)
     ]
     for span in _spans(events):
         category = {"name": f"{span.end.name} {span.end.unit}".strip(), "cat": span.track}
@@ -121,11 +121,12 @@ def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
             arguments |= {"bytes sent": span.end.nbytes}
         pieces.append((span.begin, span.track, {"ph": "B", **category, "args": arguments}))
         pieces.append((span.end.seconds, span.track, {"ph": "E", **category}))
-    if record.death:
-        death = record.death
-        label = f"out of memory: {death.asked} B of {death.band} asked {f'for {death.unit}' if death.unit else ''}"
+    if record.out_of_memory:
+        shortage = record.out_of_memory
+        label = f"out of memory: {shortage.asked} B of {shortage.band} asked"
+        label += f" for {shortage.unit}" if shortage.unit else ""
         last = events[-1].seconds if events else 0.0
-        pieces.append((last, "compute", {"ph": "i", "s": "p", "name": label.strip(), "cat": "memory"}))
+        pieces.append((last, "compute", {"ph": "i", "s": "p", "name": label, "cat": "memory"}))
     # The sort is stable, so that of two entries of one instant the one that ends comes before the one that begins.
     for seconds, track, entry in sorted(pieces, key=lambda piece: piece[0]):
         yield track, {"ts": round(seconds * 1e6, 3), **entry}

@@ -47,19 +47,34 @@ def _whole(value: Decimal) -> int:
     return int(value)
 
 
+def unit(nbytes: int, *, binary: bool = False, digits: int = 3) -> tuple[int, str]:
+    """The unit that ``text`` gives so many bytes in: its size in bytes, and its name.
+
+    It is the largest that they reach once they are rounded to ``digits``.
+
+    >>> unit(999_960), unit(80 * 2**30, binary=True)
+    ((1000000, 'MB'), (1073741824, 'GiB'))
+    """
+    base = 1024 if binary else 1000
+    names = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"] if binary else ["B", "kB", "MB", "GB", "TB", "PB"]
+    power = 0
+    while power < len(names) - 1 and float(f"{abs(nbytes) / base**power:.{digits}g}") >= base:
+        power += 1
+    return base**power, names[power]
+
+
 def text(nbytes: int, *, binary: bool = False, digits: int = 3) -> str:
-    """Bytes for a reader in the largest unit that they reach: powers of ten, or of two if ``binary``."""
-    base, names = (
-        (1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]) if binary else (1000, ["B", "kB", "MB", "GB", "TB", "PB"])
-    )
-    value, power = float(abs(nbytes)), 0
-    while power < len(names) - 1 and float(f"{value:.{digits}g}") >= base:
-        value, power = value / base, power + 1
-    sign = "-" if nbytes < 0 else ""
-    if power == 0:
+    """Bytes for a reader in the largest unit that they reach: powers of ten, or of two if ``binary``.
+
+    >>> text(529_408), text(999_960), text(80 * 2**30, binary=True)
+    ('529 kB', '1.00 MB', '80.0 GiB')
+    """
+    size, name = unit(nbytes, binary=binary, digits=digits)
+    if size == 1:
         return f"{nbytes:,} B"
-    decimals = max(0, digits - len(str(int(float(f"{value:.{digits}g}")))))
-    return f"{sign}{value:,.{decimals}f} {names[power]}"
+    value = nbytes / size
+    decimals = max(0, digits - len(str(int(float(f"{abs(value):.{digits}g}")))))
+    return f"{value:,.{decimals}f} {name}"
 
 
 def both(nbytes: int, digits: int = 3) -> str:

@@ -25,13 +25,23 @@ __all__ = ["DryArray", "DryRing", "Shapes"]
 
 
 class DryRing(Ring):
-    """N ranks, of which rank 0 lives in this process: every rank does what it does."""
+    """Rings of ``size`` ranks, of which rank 0 lives in this process: every rank does what it does.
 
-    def __init__(self, size: int) -> None:
-        self.size = integer("DryRing", "size", size)
+    Rank 0 is at its node's edge, so what leaves a node leaves it; ``leaving`` says how many ranks of a node
+    do the same. The others, inside, send as much and nothing outward.
+    """
+
+    def __init__(self, size: int, *, leaving: int = 0) -> None:
+        self.size, self.leaving = integer("DryRing", "size", size), leaving
         self.ids: Sequence[int] = range(1)
+        self.members: Sequence[int] = range(1)
+        self.leaves: Sequence[int] = [int(leaving > 0)]
         self._buffer: Array | None = None
         self._pieces: list[tuple[slice, Array]] = []
+
+    def split(self, node: int) -> tuple[Ring, Ring, Ring]:
+        n, several = self.size, self.size > node
+        return DryRing(n, leaving=int(several)), DryRing(node), DryRing(n // node, leaving=node * several)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         return cast("Array", DryArray(shape, dtype))

@@ -1,4 +1,4 @@
-"""The ring of one process: all N ranks live here, and a hop moves no bytes.
+"""The rings of one process: all N ranks live here, and a hop moves no bytes.
 
 Owns ``LocalRing``, and the strided views and copies that make it fast. Must not know ledgers or
 the schedule.
@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 from jaxtyping import Shaped
+from numpy.lib.stride_tricks import as_strided
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Pieces, Ring
@@ -20,17 +21,34 @@ _REGISTER = 65_536  # elements, of all ranks together, that are cast before they
 
 
 class LocalRing(Ring):
-    """All N ranks in one process: R = N, and a hop moves no bytes but says whose they are now.
+    """All N ranks in one process: R = N, in one ring, or in rings of ``size`` side by side.
 
-    Row c of a block in flight is chunk c, wherever it is. After t hops it is at rank c-t, so
-    what it meets there lies on a diagonal of [rank, chunk]: two strided views, no copy.
+    A hop moves no bytes but says whose they are now: row r of a block in flight is the chunk that rank r
+    owns, wherever it is. After t hops chunk c is at member c-t, so what it meets there lies on a diagonal
+    of [member, chunk]: two strided views for each of the rings, no copy.
+
+    ``ranks`` is N, ``size`` unless told otherwise. The members of a ring are ``step`` ranks apart: 1, for
+    consecutive ranks, or as many as there are rings. ``node`` ranks are on one machine.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = n = size
-        self.ids: Sequence[int] = range(n)
-        # Rows rank*N + chunk of the table for each hop t: ranks 0 .. N-t-1 meet chunks t .. N-1,
-        # and ranks N-t .. N-1 chunks 0 .. t-1; each beside the rows of the block that they are.
+    def __init__(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> None:
+        self.size, self.step = size, step
+        self.here = type(self).shift is LocalRing.shift  # where a hop does more, every one has to be made by it
+        self.ids: Sequence[int] = range(ranks or size)
+        every = np.arange(len(self.ids))
+        self.members: Sequence[int] = (every // step % size).tolist()
+        below = every + (np.asarray(self.members) - 1) % size * step - np.asarray(self.members) * step
+        self.leaves: Sequence[int] = (
+            (every // (node or len(every)) != below // (node or len(every))).astype(int).tolist()
+        )
+        self.leaving = sum(self.leaves[: node or len(every)])
+        self._rings = len(every) // size
+        self._shape: tuple[int, ...] = (size,) if self._rings == 1 else (self._rings, size)
+        if step > 1:
+            self._shape = size, self._rings
+        # Rows member*n + chunk of the table for each hop t: members 0 .. n-t-1 meet chunks t .. n-1,
+        # and members n-t .. n-1 chunks 0 .. t-1; each beside the rows of the block that they are.
+        n = size
         self._diagonals = [
             [
                 (slice(t, n), slice(t, t + (n - t - 1) * (n + 1) + 1, n + 1)),
@@ -38,6 +56,14 @@ class LocalRing(Ring):
             ]
             for t in range(n)
         ]
+
+    def split(self, node: int) -> tuple[Ring, Ring, Ring]:
+        n, make = len(self.ids), self.beside
+        return make(n, node=node), make(node, n, node=node), make(n // node, n, step=node, node=node)
+
+    def beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> LocalRing:
+        """Another ring of the same world."""
+        return LocalRing(size, ranks, step=step, node=node)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         return np.empty(shape, dtype)
@@ -47,9 +73,46 @@ class LocalRing(Ring):
         arrived.setflags(write=False)  # in half the time of arrived.flags.writeable
         return arrived
 
+    def grid(self, block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
+        """[n, C], or [ring, member, C], or, where the members of a ring are apart, [member, ring, C]."""
+        return block if self._rings == 1 else block.reshape(*self._shape, -1)
+
+    def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "rings n n C"]:
+        if self.step == 1:
+            return super().table(buffer)
+        return buffer.reshape(self.size, self._rings, self.size, -1).swapaxes(0, 1)
+
+    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+        if self.step == 1:
+            return super().lanes(rows)
+        return rows.reshape(self.size, self._rings, *rows.shape[1:]).swapaxes(0, 1)
+
     def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
-        table = buffer.reshape(self.size**2, -1)  # a view, as buffers are contiguous
-        return [(rows, table[diagonal]) for rows, diagonal in self._diagonals[hop % self.size]]
+        n, diagonals = self.size, self._diagonals[hop % self.size]
+        if self._rings == 1:
+            table = buffer.reshape(n**2, -1)  # a view, as buffers are contiguous
+            return [(rows, table[diagonal]) for rows, diagonal in diagonals]
+        if self.step == 1:
+            rings = buffer.reshape(self._rings, n**2, -1)
+            return [((slice(None), rows), rings[:, diagonal]) for rows, diagonal in diagonals]
+        members = buffer.reshape(n, self._rings, n, -1)
+        pieces: Pieces = []
+        for rows, _ in diagonals:
+            count, first = rows.stop - rows.start, (rows.start - hop) % n
+            part = members[first:, :, rows]
+            below, aside, along, element = part.strides
+            shape, strides = (count, self._rings, part.shape[3]), (below + along, aside, element)
+            pieces.append((rows, as_strided(part, shape, strides)))
+        return pieces
+
+    def spread(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> None:
+        if self.step > 1:
+            chunks = self.grid(block).swapaxes(0, 1)  # [ring, chunk, C]
+            np.copyto(buffer.reshape(self.size, self._rings, self.size, -1), chunks)
+        else:
+            np.copyto(
+                buffer.reshape(self._rings, self.size, self.size, -1), block.reshape(self._rings, 1, self.size, -1)
+            )
 
     def summands(self, buffer: Shaped[Array, "R L"], wire: DType) -> Iterator[Pieces]:
         """As in ``Ring``. Several hops' chunks are copied, and cast if need be, to a register of bounded size.
@@ -58,7 +121,7 @@ class LocalRing(Ring):
         lie far apart: a copy and then a sum are faster than a sum in strides.
         """
         n, same = self.size, wire == buffer.dtype
-        shape = n, buffer.shape[1] // n
+        shape = len(self.ids), buffer.shape[1] // n
         ahead = min(n, _REGISTER // (shape[0] * shape[1]))
         if same and (n == 1 or ahead == 0):
             yield from (self.chunks(buffer, hop) for hop in range(1, n + 1))
@@ -67,26 +130,26 @@ class LocalRing(Ring):
             cast = np.empty_like(buffer, wire, shape=shape)
             for hop in range(1, n + 1):
                 for some, chunk in self.chunks(buffer, hop):
-                    convert(chunk, cast[some])
-                yield [(slice(None), cast)]
+                    convert(chunk, self.grid(cast)[some])
+                yield [(..., self.grid(cast))]
             return
         stored = np.empty_like(buffer, shape=(ahead, *shape))
         cast = stored if same else np.empty_like(stored, wire)
         for first in range(1, n + 1, ahead):
             last = min(first + ahead, n + 1)
-            some = slice(last - first)
+            hops = slice(last - first)
             # In one call; without mode="clip" take would make a copy of its own first, lest a row be out of bounds.
-            buffer.reshape(-1, shape[1]).take(self._met[first:last], axis=0, out=stored[some], mode="clip")
+            buffer.reshape(-1, shape[1]).take(self._met[first:last], axis=0, out=stored[hops], mode="clip")
             if not same:
-                convert(stored[some], cast[some])
-            yield from ([(slice(None), mine)] for mine in cast[some])
+                convert(stored[hops], cast[hops])
+            yield from ([(..., self.grid(mine))] for mine in cast[hops])
 
     @cached_property
     def _met(self) -> Shaped[Array, "n R"]:
-        """For hops 0 to N and each row of a block: the chunk that it meets, of all ranks' chunks counted in a row."""
-        n = self.size
-        numbers, met = np.arange(n * n).reshape(n, n), np.empty((n + 1, n), np.intp)
+        """For hops 0 to n and each row of a block: the chunk that it meets, of all ranks' chunks counted in a row."""
+        ranks, n = len(self.ids), self.size
+        numbers, met = np.arange(ranks * n).reshape(ranks, n), np.empty((n + 1, ranks, 1), np.intp)
         for hop in range(n + 1):
             for some, chunk in self.chunks(numbers, hop):
-                met[hop, some] = chunk[:, 0]
-        return met
+                self.grid(met[hop])[some] = chunk
+        return met[..., 0]

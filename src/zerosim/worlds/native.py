@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,8 @@ from zerosim.bands import FP32, Array, DType
 from zerosim.comm import Comm, Ring
 from zerosim.ledger import Ledger, Traffic
 from zerosim.ranks import Workspace
-from zerosim.real_ranks.meter import segments
 from zerosim.util.casts import convert
+from zerosim.worlds.gloo import segments
 from zerosim.worlds.local import LocalRing
 
 
@@ -76,7 +76,7 @@ class LocalCollectives(LocalRing):
 def aligned(chunk: int, size: int, itemsize: int) -> int:
     """The elements that a chunk of ``chunk`` is padded to, so that gloo's boundaries are the ranks'."""
     length = chunk
-    while length % (cut := segments(size * length * itemsize, size)):
+    while length % (cut := segments(size * length, itemsize, size)[0] // size):
         length = -(-length // cut) * cut
     return length
 
@@ -98,7 +98,9 @@ class Native(Comm):
             )
         self._library: CollectiveRing = ring
 
-    def all_reduce(self, buffer: Shaped[Array, "R L"], size: int, *, scale: float, band: str, unit: str) -> None:
+    def all_reduce(
+        self, buffer: Shaped[Array, "R L"], size: int, *, scale: float, band: str, unit: str, start: Any = 0
+    ) -> None:
         """As in ``Comm``, but the sum travels unscaled, and every rank scales it.
 
         The bits are the same if the wire carries the buffer's dtype exactly, as a ``Scheme``'s does.
@@ -112,7 +114,7 @@ class Native(Comm):
 
     def reduce_scatter(
         self, buffer: Shaped[Array, "R L"], out: Shaped[Array, "R C"], size: int, *, scale: float, band: str, unit: str,
-        name: str = "reduce-scatter",
+        name: str = "reduce-scatter", start: Any = 0,
     ) -> None:  # fmt: skip
         """As in ``Comm``."""
         with self._laid_out(buffer, name, band, unit) as (whole, own, traffic):
@@ -123,7 +125,7 @@ class Native(Comm):
 
     def all_gather(
         self, buffer: Shaped[Array, "R L"], size: int, own: Shaped[Array, "R C"] | None = None, *, band: str, unit: str,
-        name: str = "all-gather",
+        name: str = "all-gather", start: Any = 0,
     ) -> None:  # fmt: skip
         """As in ``Comm``: an owner keeps its bits, and the others get those that travelled."""
         kept = (self.own(buffer) if own is None else own).copy()  # a register: all chunks come back, the owner's too

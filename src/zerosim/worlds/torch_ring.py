@@ -22,8 +22,8 @@ from jaxtyping import Shaped
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Ring
-from zerosim.real_ranks.meter import Op
 from zerosim.records.real_ranks import BACKENDS
+from zerosim.worlds.gloo import Op
 
 dist: Any = torch.distributed
 
@@ -46,8 +46,14 @@ class TorchRing(Ring):
     def __init__(self, rank: int, size: int, watch: Watch, device: str = "cpu") -> None:
         self.rank, self.size = rank, size
         self.ids: Sequence[int] = [rank]
+        self.members, self.leaves, self.leaving = self.ids, [0], 0
         self.watch, self.device = watch, torch.device(device)
         self.handed: Counter[tuple[Op, int]] = Counter()
+
+    def split(self, node: int) -> tuple[Ring, Ring, Ring]:
+        if node != self.size:
+            raise ValueError(f"TorchRing: {self.size} real ranks cannot be cut into nodes yet. Leave node out.")
+        return self, self, self
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         return np.empty(shape, dtype)

@@ -40,7 +40,7 @@
   // -- what a run replays
 
   /** A step as frames: what a rank holds before the first event and after each. The total is the recorded one. */
-  function replay({ start, events, death, ...run }) {
+  function replay({ start, events, shortage, ...run }) {
     const frames = [{ held: start, total: total(start), event: null }];
     for (const [kind, name, unit, nbytes, after, , phase] of events) {
       const before = frames.at(-1).held;
@@ -48,9 +48,11 @@
       const held = sign ? { ...before, [name]: (own(before, name) ?? 0) + sign * nbytes } : before;
       frames.push({ held, total: after, event: { kind, name, unit, nbytes, phase, sign } });
     }
-    if (death) frames.push({ held: death.held, total: total(death.held), event: { kind: "death", ...death, sign: 0 } });
+    if (shortage) {
+      frames.push({ held: shortage.held, total: total(shortage.held), event: { kind: "shortage", ...shortage, sign: 0 } });
+    }
     const top = frames.reduce((best, frame, index) => (frame.total > frames[best].total ? index : best), 0);
-    run = { ...run, frames, death, top, peak: run.peak ?? frames[top].total };
+    run = { ...run, frames, shortage, top, peak: run.peak ?? frames[top].total };
     frames.forEach((frame, index) => Object.assign(frame, work(run, index)));
     return run;
   }
@@ -90,7 +92,7 @@
     const cuts = runs.map(({ frames }, i) => {
       const end = frames.length - 1;
       const cut = [0, ...(alike ? marks[i] : []), end];
-      return [...cut, ...Array(segments + 1 - cut.length).fill(end)]; // a run that died stays where it is
+      return [...cut, ...Array(segments + 1 - cut.length).fill(end)]; // a run that ended early stays where it is
     });
     const shown = runs.map(() => [0]);
     for (let s = 0; s < segments; s++) {
@@ -148,7 +150,7 @@
     if (!event) return ["rest", `Before the step: each rank holds ${bytes(frame.total)}.`];
     const { kind, name, nbytes } = event;
     const unit = event.unit || "the model";
-    if (kind === "death") {
+    if (kind === "shortage") {
       const asked = `${bytes(event.asked)} of ${event.band} were asked for ${unit}`;
       return ["out of memory", `${asked} on top of ${bytes(frame.total)}: the run ends here.`];
     }
@@ -180,11 +182,17 @@
 
   const runs = data.runs.map(replay);
   const bands = unique([
-    ...Object.keys(data.colours.bands),
+    ...Object.keys(data.colours),
     ...runs.flatMap(({ frames }) => frames.flatMap(({ held }) => Object.keys(held))),
   ]).filter((band) => runs.some(({ frames }) => frames.some(({ held }) => own(held, band))));
-  const colour = (band) => own(data.colours.bands, band) ?? "#777777";
-  const schemeColour = (name) => own(data.colours.schemes, name) ?? "#777777";
+  const colour = (band) => own(data.colours, band) ?? "#777777";
+  const PLAIN = { color: "#777777", symbol: "circle", dash: "solid" };
+  const look = (name) => own(data.looks, name) ?? PLAIN; // by its place among the schemes, as page.py has it
+  const schemeColour = (name) => look(name).color;
+
+  /** The size of one of many things that may lie upon each other: each is smaller than those before it. */
+  const nested = (place, count, least, step, most) =>
+    least + (count - 1 - place) * Math.min(step, (most - least) / Math.max(count - 1, 1));
 
   /** Black or white, whichever is the more legible on a colour (WCAG 2 relative luminance). */
   function inkOn(hex) {
@@ -227,13 +235,10 @@
   }
 
   function short(count) {
-    const [size, unit] = [
-      [1e12, "TB"],
-      [1e9, "GB"],
-      [1e6, "MB"],
-      [1e3, "kB"],
-    ].find(([size]) => count >= size) ?? [1, "B"];
-    return `${Number((count / size).toPrecision(3))} ${unit}`;
+    const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+    let power = 0;
+    while (power < units.length - 1 && Number((count / 1000 ** power).toPrecision(3)) >= 1000) power++;
+    return `${Number((count / 1000 ** power).toPrecision(3))} ${units[power]}`;
   }
 
   class Panel {
@@ -244,7 +249,7 @@
       const height = (each) =>
         Math.max(
           ...each.frames.map((frame) => this.sum(frame)),
-          each.death && state.shown === "all" ? total(each.death.held) + each.death.asked : 0,
+          each.shortage && state.shown === "all" ? total(each.shortage.held) + each.shortage.asked : 0,
         );
       this.most = Math.max(...(state.scale === "fit" ? [run] : runs).map(height), 1);
       this.top = Math.max(...run.frames.map((frame) => this.sum(frame)));
@@ -401,7 +406,7 @@
       });
       Object.assign(this.element.dataset, { event: index, held: frame.total });
       this.element.classList.toggle("sending", frame.busy === "send");
-      this.element.classList.toggle("dead", frame.event?.kind === "death");
+      this.element.classList.toggle("ended", frame.event?.kind === "shortage");
       const part = this.state.shown === "all" ? "" : `, of which ${bytes(this.sum(frame))} not model states`;
       this.now.textContent = bytes(frame.total);
       this.rate.textContent = ` on each rank, ${(frame.total / data.parameters).toFixed(2)} B per parameter${part}`;
@@ -543,7 +548,7 @@
       this.panels = chosen.map((run, i) => new Panel(run, shown[i], this.state, (slot) => this.drag(slot)));
       const missing = unique(runs.map((run) => run.scheme))
         .filter((name) => (!scheme || name === scheme) && !chosen.some((run) => run.scheme === name))
-        .map((name) => make("p", { text: `${name} did not survive on ${ranks} ranks: there is no step to show.` }));
+        .map((name) => make("p", { text: `${name} ran out of memory on ${ranks} ranks: there is no step to show.` }));
       find("panels").className = `panels ${scheme ? "one" : "many"}`;
       find("panels").replaceChildren(...this.panels.map(({ element }) => element), ...missing);
       this.slider.max = slots;
@@ -673,7 +678,6 @@
   const per = (count) => `${(count / data.parameters).toFixed(4)} B per parameter`;
   const lines = (...parts) => parts.filter(Boolean).join("<br>");
   const schemes = unique(data.sweep.map(({ scheme }) => scheme));
-  const SYMBOLS = ["circle-open", "square-open", "triangle-up", "diamond"];
 
   /** For curves that may lie upon each other: the names of all that pass through a point, as only one is pointed at. */
   function passing(curves) {
@@ -713,7 +717,7 @@
     };
   }
 
-  const EMPTY = [{ text: "No scheme survived.", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
+  const EMPTY = [{ text: "Every scheme ran out of memory.", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
 
   function show(id, traces, arrangement) {
     const drawn = traces.some(({ y }) => y.some((value) => value !== null));
@@ -747,12 +751,12 @@
     };
   }
 
-  const rowsOf = (scheme) => data.sweep.filter((row) => row.scheme === scheme && row.survives);
+  const rowsOf = (scheme) => data.sweep.filter((row) => row.scheme === scheme && row.fits);
 
   const QUANTITIES = [
-    ["at rest", "resident", "solid", "circle"],
-    ["peak", "peak_without_activations", "dash", "circle-open"],
-    ["peak with activations", "peak", "dot", "triangle-up-open"],
+    ["at rest", "resident", "solid", ""],
+    ["peak", "peak_without_activations", "dash", "-open"],
+    ["peak with activations", "peak", "dot", "-open-dot"],
   ];
 
   function memory() {
@@ -773,10 +777,10 @@
         name: plain(scheme),
         mode: "lines+markers",
         line: { color: ink, width: 3 },
-        marker: { color: ink, size: 8 },
+        marker: { color: ink, size: 8, symbol: look(scheme).symbol },
       };
       traces.push(key);
-      for (const [what, field, dash, symbol] of QUANTITIES.filter(([, field]) => asked.includes(field))) {
+      for (const [what, field, dash, fill] of QUANTITIES.filter(([, field]) => asked.includes(field))) {
         const text = rows.map((row) =>
           lines(
             `${plain(scheme)}, N = ${row.ranks}, ${what}`,
@@ -784,6 +788,12 @@
             `predicted ${bytes(row[`${field}_predicted`])}`,
           ),
         );
+        // Of curves that are one, each is drawn over a broader one.
+        const curve = String(rows.map((row) => row[field]));
+        const under = schemes
+          .slice(schemes.indexOf(scheme) + 1)
+          .filter((other) => String(rowsOf(other).map((row) => row[field])) === curve).length;
+        const broad = Math.min(2.5 * under, 12);
         traces.push({
           ...shared,
           y: rows.map((row) => value(row[field])),
@@ -791,8 +801,8 @@
           mode: "lines+markers",
           showlegend: false,
           name: `${plain(scheme)}, ${what}`,
-          line: { color: ink, dash },
-          marker: { color: ink, symbol, size: 8 },
+          line: { color: ink, dash, width: 2 + broad },
+          marker: { color: ink, symbol: `${look(scheme).symbol}${fill}`, size: 8 + 1.6 * broad },
         });
         if (!asked.includes("predicted")) continue;
         traces.push({
@@ -851,9 +861,9 @@
         hovertemplate: "%{text}<extra></extra>",
         marker: {
           color: schemeColour(scheme),
-          symbol: SYMBOLS[i % SYMBOLS.length],
-          size: [17, 12, 7, 9][i % 4],
-          line: { width: 2, color: schemeColour(scheme) },
+          symbol: `${look(scheme).symbol}${i < schemes.length - 1 ? "-open" : ""}`,
+          size: nested(i, schemes.length, 6, 4.5, 26),
+          line: { width: schemes.length < 6 ? 2 : 1.2, color: schemeColour(scheme) },
         },
       });
     });
@@ -884,21 +894,21 @@
     tickformat: "d",
     range: [0.5, data.settings.steps + 0.5],
   });
-  const WIDTHS = [10, 7, 4.4, 1.8]; // of four curves in one place each shows
+  const breadth = (place, count) => nested(place, count, 1.8, 2.7, 16); // of curves in one place each shows
 
   function loss() {
     const names = passing(
       Object.entries(data.losses).map(([scheme, losses]) => [scheme, losses.map((y, x) => [x, y])]),
     );
-    const traces = Object.entries(data.losses).map(([scheme, losses], i) => ({
+    const traces = Object.entries(data.losses).map(([scheme, losses], i, all) => ({
       x: losses.map((_, step) => step + 1),
       y: losses,
       mode: "lines+markers",
       name: plain(scheme),
       text: losses.map((value, step) => lines(`${names(step, value)}, step ${step + 1}`, `loss ${exact(value)}`)),
       hovertemplate: "%{text}<extra></extra>",
-      line: { color: schemeColour(scheme), width: WIDTHS[i % 4] },
-      marker: { color: schemeColour(scheme), size: WIDTHS[i % 4] + 1 },
+      line: { color: schemeColour(scheme), dash: look(scheme).dash, width: breadth(i, all.length) },
+      marker: { color: schemeColour(scheme), symbol: look(scheme).symbol, size: breadth(i, all.length) + 1 },
     }));
     show("loss", traces, layout("step", "loss, mean over the ranks", 1, { xaxis: overSteps() }));
   }
@@ -907,16 +917,16 @@
   function difference() {
     const quantity = find("difference-of").value;
     const distance = (a, b) => (a === null || b === null ? null : Math.abs(a - b));
-    const curves = Object.keys(data.losses).map((scheme, i) => {
+    const curves = Object.keys(data.losses).map((scheme, i, all) => {
       const mine = data.differences.filter((each) => each.scheme === scheme);
       const reference = Object.values(data.losses).find((losses) => losses.length) ?? [];
       const points =
         quantity === "loss"
           ? data.losses[scheme].map((value, step) => [step + 1, distance(value, reference[step]), null])
           : mine.map((each) => [each.step, each.largest[quantity], each.differing[quantity]]);
-      return { name: scheme, points, colour: schemeColour(scheme), width: WIDTHS[i % 4], dash: "solid" };
+      return { name: scheme, points, colour: schemeColour(scheme), width: breadth(i, all.length), dash: look(scheme).dash };
     });
-    const { narrow_wire: wire, whole_model_bucket: buckets } = data.artefacts;
+    const { narrow_wire: wire, whole_model_bucket: buckets } = data.ablations;
     if (quantity === "master" || quantity === "params") {
       const broken = [
         ...(wire ? [[`${wire.wire} wire`, wire.drift]] : []),

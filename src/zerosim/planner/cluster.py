@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from zerosim.bands import WIRES, DType
-from zerosim.planner.bound import bound, operations
 from zerosim.planner.cards import Card, card
-from zerosim.planner.runs import Ran
+from zerosim.planner.runner import StepRun
+from zerosim.planner.step_time import bound, operations
 from zerosim.records.plan import Cluster, Question, Time
 
 ASSUMED = "H100"  # where no card is named
@@ -46,7 +46,7 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     )
 
 
-def time(ran: Ran, ranks: int, chosen: Card, record: Cluster, prefetch: int) -> Time:
+def time(ran: StepRun, ranks: int, chosen: Card, record: Cluster, prefetch: int) -> Time:
     """The bound of a step that was run."""
     least = bound(
         operations(ran.report, ran.groups), chosen, ranks,

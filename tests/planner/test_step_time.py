@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from zerosim.ledger import Phase
 from zerosim.model import MLP
-from zerosim.planner.bound import Computed, Limit, Operation, Sent, bound, operations
 from zerosim.planner.cards import CARDS, Card, card
-from zerosim.schemes import SCHEMES, Scheme
+from zerosim.planner.step_time import Computed, Limit, Operation, Sent, bound, operations
+from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.dry import DryRing, Shapes
 
 # Powers of two, so that seconds are exact: 8 FLOP/s, 4 B/s within a node of two cards, 2 B/s between nodes.
@@ -140,19 +140,19 @@ def test_overlap_lies_between_the_busier_queue_and_the_sum(work: list[Operation]
 # -- a step's log
 
 
-def dry(stage: int, ranks: int, **options: Any) -> Scheme:
+def dry(row: Stage, ranks: int, **options: Any) -> Scheme:
     model = Shapes(MLP((7, 5, 3)))
-    scheme = Scheme(SCHEMES[stage], model, ranks, ring=DryRing(ranks), **options)
+    scheme = row(model, ranks, ring=DryRing(ranks), **options)
     scheme.step(model.batch(11 * options.get("accumulate", 1)))
     return scheme
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("stage", range(4))
-def test_operations_are_all_that_was_booked(stage: int, ranks: int, accumulate: int) -> None:
+@pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.name)
+def test_operations_are_all_that_was_booked(row: Stage, ranks: int, accumulate: int) -> None:
     """The operations of a step have all of its FLOPs, bytes and messages, and no more."""
-    report = dry(stage, ranks, accumulate=accumulate).reports[-1]
+    report = dry(row, ranks, accumulate=accumulate).reports[-1]
     work = operations(report)
     computed = [each for each in work if isinstance(each, Computed)]
     sent = [each for each in work if isinstance(each, Sent)]
@@ -165,7 +165,7 @@ def test_operations_are_all_that_was_booked(stage: int, ranks: int, accumulate: 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_gather_is_needed_by_the_layer_that_reads_it(prefetch: int) -> None:
     """Under ZeRO-3 each gather is needed by its own layer, however early it is started; reductions by nobody."""
-    work = operations(dry(3, 4, prefetch=prefetch).reports[-1])
+    work = operations(dry(ZeRO3, 4, prefetch=prefetch).reports[-1])
     waits = [(each.unit, each.needed_by) for each in work if isinstance(each, Sent)]
     gathers = [("layer 1", 0), ("layer 2", 1), ("layer 2", 2), ("layer 1", 3)]
     assert [wait for wait in waits if wait[1] is not None] == gathers
@@ -174,21 +174,21 @@ def test_a_gather_is_needed_by_the_layer_that_reads_it(prefetch: int) -> None:
 
 def test_a_reduction_is_needed_by_no_layer() -> None:
     """Under ZeRO-2 each micro-batch's gradients are reduced, and the next micro-batch's layers don't wait for them."""
-    work = operations(dry(2, 4, accumulate=3).reports[-1])
+    work = operations(dry(ZeRO2, 4, accumulate=3).reports[-1])
     waits = [each.needed_by for each in work if isinstance(each, Sent)]
     assert waits == [None] * (3 * 2 + 2)
 
 
 def test_a_gather_after_the_optimizer_is_needed_by_nobody_in_the_step() -> None:
     """Under ZeRO-1 gathers come last, and wait for what was computed."""
-    work = operations(dry(1, 4).reports[-1])
+    work = operations(dry(ZeRO1, 4).reports[-1])
     assert [each.needed_by for each in work if isinstance(each, Sent)] == [None] * 4
     assert all(isinstance(each, Sent) for each in work[-2:])
 
 
 def test_groups_that_are_not_named_as_their_unit() -> None:
     """Where a unit reads groups of other names, it is told which, and waits for all of them."""
-    scheme = dry(3, 4, bucket="model")
+    scheme = dry(ZeRO3, 4, bucket="model")
     report = scheme.reports[-1]
     renamed = [event._replace(unit="group") if event.kind == "send" else event for event in report.events]
     report.events[:] = renamed
@@ -200,7 +200,7 @@ def test_groups_that_are_not_named_as_their_unit() -> None:
 
 def test_a_real_step_on_a_real_card() -> None:
     """Data parallel on 8 H100: an all-reduce is 2 (N-1)/N of the gradients over NVLink, and 2 (N-1) hops a layer."""
-    scheme = dry(0, 8, wire="fp16")
+    scheme = dry(DP, 8, wire="fp16")
     found = bound(operations(scheme.reports[-1]), card("h100"), 8, dtype="fp16")
     padded = 8 * (5 + 3)  # 40 and 18 parameters
     assert found.bandwidth == pytest.approx(2 * 7 / 8 * 2 * padded / 450e9)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from zerosim.planner.configs import known_keys, sound, unknown_type
-from zerosim.planner.sources import Source
-from zerosim.planner.torch_sources import SEQUENCE, TorchSource, blocks, tokens
+from zerosim.planner.config_file import known_keys, sound, unknown_type
+from zerosim.planner.model_source import ModelSource
+from zerosim.planner.python_path import SEQUENCE, TorchModelSource, blocks, tokens
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import: nothing below has reason to ask for a file
 
@@ -46,7 +46,7 @@ logging.set_verbosity_error()  # what it would rather have is no business of a p
 AttentionInterface.register(ATTENTION, _fused)
 
 
-def from_values(values: Mapping[str, Any], where: str) -> Source:
+def from_values(values: Mapping[str, Any], where: str) -> ModelSource:
     """The model that a configuration describes. ValueError, with what would work, if it's none or lies about itself."""
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
@@ -76,7 +76,7 @@ def from_values(values: Mapping[str, Any], where: str) -> Source:
     )
     text = config.get_text_config()
     most = most or getattr(text, "max_position_embeddings", None)
-    return TorchSource(
+    return TorchModelSource(
         "config.json",
         f"{_label(where)} ({name})",
         module,

@@ -19,7 +19,7 @@ MOST_PARAMETERS = 10**15  # a thousand trillion; what is counted of it stays bel
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """What is asked of a model in a step: rows, length of a row, what is recomputed, and the working copy's dtype."""
 
     rows: int
@@ -29,7 +29,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Prepared:
     """A model of the dry world with a micro-batch to train on, and options that its scheme needs."""
 
     model: Model
@@ -40,7 +40,7 @@ class Ready:
 
 
 @runtime_checkable
-class Source(Protocol):
+class ModelSource(Protocol):
     """A model that can be made ready for any load."""
 
     kind: str
@@ -49,7 +49,7 @@ class Source(Protocol):
     """The length of a row unless told otherwise; None where rows have no length."""
     notes: list[str]
 
-    def ready(self, load: Load, rows: int) -> Ready:
+    def prepare(self, load: Workload, rows: int) -> Prepared:
         """The model for micro-batches of ``load``, and a batch of ``rows`` rows in all. ValueError if it cannot be."""
         ...
 
@@ -67,7 +67,7 @@ class Perceptron:
         self._model = Shapes(MLP(self.widths))
         too_large(self._model.n_params)
 
-    def ready(self, load: Load, rows: int) -> Ready:
+    def prepare(self, load: Workload, rows: int) -> Prepared:
         if load.sequence is not None:
             raise ValueError(
                 "plan(seq): a list of layer sizes has rows, and no sequences. Leave --seq out and use --micro-batch."
@@ -77,7 +77,7 @@ class Perceptron:
                 "plan(checkpoint): 'selective' recomputes attention, and a list of layer sizes has none. Use 'full' "
                 "or 'none'."
             )
-        return Ready(self._model, self._model.batch(rows), {"checkpoint": load.checkpoint == "full"})
+        return Prepared(self._model, self._model.batch(rows), {"checkpoint": load.checkpoint == "full"})
 
 
 def too_large(params: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from zerosim.bands import FP32
 from zerosim.model import MLP
-from zerosim.planner.sources import Load, Perceptron, Ready, Source, too_large
+from zerosim.planner.model_source import ModelSource, Perceptron, Prepared, Workload, too_large
 from zerosim.torch_models.profile import cross_entropy, measure
 from zerosim.worlds.shapes import ShapeModel
 
@@ -33,7 +33,7 @@ HINT = "It was called with token numbers [rows, sequence]; if it takes others, r
 Inputs = Callable[[int, int | None], Any]
 
 
-class TorchSource:
+class TorchModelSource:
     """A module on the meta device. ``inputs`` and ``target`` are functions of rows and length of a row."""
 
     def __init__(
@@ -56,7 +56,7 @@ class TorchSource:
         self._loss, self._target, self._hint = loss, target, hint
         too_large(sum(parameter.numel() for parameter in module.parameters()))
 
-    def ready(self, load: Load, rows: int) -> Ready:
+    def prepare(self, load: Workload, rows: int) -> Prepared:
         sequence = load.sequence or self.sequence
         if load.sequence is not None and self.sequence is None:
             raise ValueError("plan(seq): rows of this model have no length. Leave --seq out and use --micro-batch.")
@@ -84,7 +84,7 @@ class TorchSource:
             hint = "Some kernels take 16 bits only: try --precision bf16." if compute == "fp32" else ""
             raise ValueError(" ".join(filter(None, (reason, self._hint, hint)))) from error
         model = ShapeModel(shapes, temporaries=True)
-        return Ready(model, model.batch(rows // load.rows), largest_module=_largest(self._module))
+        return Prepared(model, model.batch(rows // load.rows), largest_module=_largest(self._module))
 
     def _example(self, key: str, make: Inputs, rows: int, sequence: int | None) -> Any:
         """What the caller's own function gives."""
@@ -107,7 +107,7 @@ def tokens(rows: int, sequence: int | None) -> torch.Tensor:
     return torch.empty((rows, sequence or 1), dtype=torch.int64, device="meta")
 
 
-def from_python(text: str) -> Source:
+def from_python(text: str) -> ModelSource:
     """The model that ``package.module:factory`` returns when it is called, on the meta device.
 
     A module, or a mapping with ``KEYS``, or an ``MLP``. ValueError, with what would work, for
@@ -136,7 +136,7 @@ def from_python(text: str) -> Source:
     return _source(made, text)
 
 
-def _source(made: Any, text: str) -> Source:
+def _source(made: Any, text: str) -> ModelSource:
     if isinstance(made, MLP):
         return Perceptron(made.widths)
     parts: Mapping[str, Any] = made if isinstance(made, Mapping) else {"module": made}
@@ -157,7 +157,7 @@ def _source(made: Any, text: str) -> Source:
         if parts.get(key) is not None and not callable(parts[key]):
             raise ValueError(f"plan(MODEL): the {key} of {text}() must be {KEYS[key]}; got {parts[key]!r}.")
     options = {key: parts[key] for key in ("loss", "target") if parts.get(key) is not None}
-    return TorchSource(
+    return TorchModelSource(
         "Python path",
         f"{text} ({type(module).__name__})",
         module,

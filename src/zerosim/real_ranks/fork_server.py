@@ -1,8 +1,8 @@
 """A process that has torch loaded, forks ranks at once, and tells how each of them fares.
 
-Started by ``launch.Nursery`` as ``python -m zerosim.real_ranks.forkserver FD MODULE``: FD is its line, and
+Started by ``launch.ForkServer`` as ``python -m zerosim.real_ranks.fork_server FD MODULE``: FD is its connection, and
 MODULE what ranks need, loaded before any is made. It leads a process group of its own, in which
-the ranks live too. When its line is closed, however that came about, it kills them and removes
+the ranks live too. When its connection is closed, however that came about, it kills them and removes
 their scratch folders. As their parent it learns from the kernel when one ends, stops or goes on.
 """
 
@@ -19,30 +19,30 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from zerosim.real_ranks.messages import Board, Change, Done, Fork, Kill, Line, LineWithDescriptors
+from zerosim.real_ranks.connection import Change, Connection, ConnectionWithDescriptors, Done, Fork, Heartbeats, Kill
 
 
-class _Nursery:
+class _Server:
     def __init__(self, sock: socket.socket) -> None:
-        self._line = LineWithDescriptors(sock)
+        self._connection = ConnectionWithDescriptors(sock)
         self._alive: set[int] = set()  # process ids
         self._scratch: list[str] = []
         self._woken, self._wake = os.pipe()
 
     def run(self) -> None:
-        """Do as told until the line is closed."""
+        """Do as told until the connection is closed."""
         os.set_blocking(self._wake, False)
         signal.set_wakeup_fd(self._wake)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # a handler, so that the descriptor is written to
         try:
-            self._line.send(Done(pids=[]))
+            self._connection.send(Done(pids=[]))
             while True:
-                ready, _, _ = select.select([self._line.fileno(), self._woken], [], [])
+                ready, _, _ = select.select([self._connection.fileno(), self._woken], [], [])
                 if self._woken in ready:
                     os.read(self._woken, 4096)
                     self._tell()
-                if self._line.fileno() in ready:
-                    for message in self._line.pump():
+                if self._connection.fileno() in ready:
+                    for message in self._connection.pump():
                         self._obey(message)
         except (EOFError, BrokenPipeError):
             pass
@@ -53,13 +53,13 @@ class _Nursery:
 
     def _obey(self, message: object) -> None:
         if isinstance(message, Fork):
-            self._line.send(Done(pids=self._fork(message)))
+            self._connection.send(Done(pids=self._fork(message)))
         elif isinstance(message, Kill):
             self._kill(message.pids)
-            self._line.send(Done(pids=[]))
+            self._connection.send(Done(pids=[]))
 
     def _fork(self, order: Fork) -> list[int]:
-        fds, self._line.fds = self._line.fds, []
+        fds, self._connection.fds = self._connection.fds, []
         self._scratch.append(order.scratch)
         target = getattr(importlib.import_module(order.module), order.function)
         born = []
@@ -73,18 +73,20 @@ class _Nursery:
             os.close(fd)
         return born
 
-    def _live(self, rank: int, size: int, target: Callable[[Line, Board, int], None], fds: list[int]) -> NoReturn:
+    def _live(
+        self, rank: int, size: int, target: Callable[[Connection, Heartbeats, int], None], fds: list[int]
+    ) -> NoReturn:
         """The rest of a rank's life, in the process just forked."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._line.close()
+            self._connection.close()
             for fd in {*fds[1:], self._wake, self._woken} - {fds[1 + rank]}:
                 os.close(fd)
-            target(Line(socket.socket(fileno=fds[1 + rank])), Board(fds[0], size), rank)
+            target(Connection(socket.socket(fileno=fds[1 + rank])), Heartbeats(fds[0], size), rank)
             status = 0
-        except BaseException:  # noqa: BLE001 - whatever it is, a rank must not go on as a second nursery
+        except BaseException:  # noqa: BLE001 - whatever it is, a rank must not go on as a second server
             traceback.print_exc()
         finally:
             os._exit(status)
@@ -106,7 +108,7 @@ class _Nursery:
             alive = not (os.WIFEXITED(status) or os.WIFSIGNALED(status))
             if not alive:
                 self._alive.discard(pid)
-            self._line.send(Change(pid=pid, alive=alive, stopped=os.WIFSTOPPED(status), how=how))
+            self._connection.send(Change(pid=pid, alive=alive, stopped=os.WIFSTOPPED(status), how=how))
 
     def _kill(self, pids: Iterable[int]) -> None:
         """End these ranks, stopped ones too, and wait until they are gone."""
@@ -122,7 +124,7 @@ def main() -> None:
     """Load what ranks need, then serve."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     importlib.import_module(sys.argv[2])
-    _Nursery(sock).run()
+    _Server(sock).run()
     os._exit(0)  # taking torch apart piece by piece takes seconds
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.markup import escape
 
 from zerosim.bands import Band
-from zerosim.records.plan import Instant, Nowhere, Plan, Question
+from zerosim.records.plan import NoFit, Peak, Plan, Question
 from zerosim.util import sizes
 
 HOW = {"at rest": "at rest", "peak": "at the peak"}
@@ -27,7 +27,7 @@ def lines(plan: Plan) -> Iterator[str]:
         numbers = []
         for each in plan.smallest:
             found = f"{each.ranks:,}" if each.ranks else f"none up to {each.limit:,}" if each.limit > 1 else "none"
-            numbers.append(f"{each.name} {found} ({each.states_alone or 'none'})")
+            numbers.append(f"{each.row.name} {found} ({each.states_alone or 'none'})")
         yield f"[bold]smallest N that fits[/] (by model states alone): {', '.join(numbers)}"
         for ranks in question.asked:
             yield from _at(plan, ranks)
@@ -40,27 +40,27 @@ def lines(plan: Plan) -> Iterator[str]:
                 f"to blame at the peak of {cell.name} on {ranks:,} ({instant(cell.peak)}): {cell.peak.largest}, "
                 f"{size(question, cell.peak.by_band[cell.peak.largest])}; what comes and goes is of {most}"
             )
-    for odd in plan.oddities:
+    for odd in plan.surprises:
         more = size(question, odd.more)
         yield (
             f"[yellow]{odd.higher} takes more than {odd.lower} {HOW[odd.quantity]}[/]: {more} more; "
             f"{'the cause is' if odd.band_more >= odd.more else 'what grew most is'} {odd.band}, "
             f"{size(question, odd.band_more)} more"
         )
-    if plan.nowhere:
-        yield _nowhere(question, plan.nowhere)
+    if plan.no_fit:
+        yield _no_fit(question, plan.no_fit)
 
 
 def _at(plan: Plan, ranks: int) -> Iterator[str]:
     question = plan.question
-    lowest = plan.lowest(ranks)
-    if lowest is not None and lowest.room is not None:
-        room = size(question, lowest.room)
-        yield f"[bold]lowest stage that fits on {ranks:,}[/]: {lowest.name}, with {room} to spare"
+    first = plan.first_fit(ranks)
+    if first is not None and first.room is not None:
+        room = size(question, first.room)
+        yield f"[bold]first scheme that fits on {ranks:,}[/]: {first.name}, with {room} to spare"
     else:
-        yield f"[bold red]no stage fits on {ranks:,}[/]"
+        yield f"[bold red]no scheme fits on {ranks:,}[/]"
     rows = [
-        f"{each.name} {'≥ ' if each.at_least else ''}{each.micro_batch or 'none'}"
+        f"{each.row.name} {'≥ ' if each.at_least else ''}{each.micro_batch or 'none'}"
         for each in plan.largest
         if each.ranks == ranks
     ]
@@ -75,22 +75,22 @@ def _at(plan: Plan, ranks: int) -> Iterator[str]:
             )
 
 
-def _nowhere(question: Question, nowhere: Nowhere) -> str:
+def _no_fit(question: Question, no_fit: NoFit) -> str:
     """Why no number of GPUs helps, and what would."""
-    peak = nowhere.peak
+    peak = no_fit.peak
     alone = peak.by_unit.get(peak.unit, 0)
     blame = f"most of it is {peak.largest}, {sizes.both(peak.by_band[peak.largest])}"
     if alone > (question.memory or 0):
         blame = f"{peak.unit} alone takes {sizes.both(alone)} then, and {blame}"
     remedy = REMEDIES.get(Band(peak.largest), "a smaller model")
     return (
-        f"[bold red]no N fits[/]: {nowhere.name} on {nowhere.ranks:,} still peaks at {sizes.both(peak.total)} "
+        f"[bold red]no N fits[/]: {no_fit.row.name} on {no_fit.ranks:,} still peaks at {sizes.both(peak.total)} "
         f"({escape(instant(peak))}); {escape(blame)}. The smallest card that would do has "
         f"{peak.total:,} bytes, {sizes.both(peak.total, 4)}. What would help: {remedy}."
     )
 
 
-def instant(peak: Instant) -> str:
+def instant(peak: Peak) -> str:
     """When it is, and for which unit; the loss, between forward and backward, is both."""
     if peak.phase == "other":
         return peak.unit or "between steps"

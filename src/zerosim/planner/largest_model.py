@@ -1,4 +1,4 @@
-"""The ladder: how large a model of a family each stage holds on N cards, found by running the schedule.
+"""How large a model of a family fits under each row on N cards, found by running the schedule.
 
 Owns the families, each a model for every integer from 1 on, larger and larger. Must not know
 how a plan is shown.
@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from zerosim.planner import search
-from zerosim.planner.runs import Ran, Runner
-from zerosim.planner.sources import Perceptron, Source
-from zerosim.records.plan import Ladder, Plan, Question, Rung
-from zerosim.schemes import SCHEMES
+from zerosim.planner.model_source import ModelSource, Perceptron
+from zerosim.planner.runner import Runner
+from zerosim.records.plan import LargestModel, LargestModels, Plan, Question
+from zerosim.stages import Stage
 
 MOST = 1024  # the largest member of a family that is tried
 WIDTH = 128  # of a head, and by how much a model is wider than the one before
@@ -30,29 +30,29 @@ class Family:
 
     name: str
     about: str
-    member: Callable[[int], tuple[str, Source]]
+    member: Callable[[int], tuple[str, ModelSource]]
 
 
-def _mlp(k: int) -> tuple[str, Source]:
+def _mlp(k: int) -> tuple[str, ModelSource]:
     width = WIDTH * k
     return f"{MLP_LAYERS} layers of width {width:,}", Perceptron([width] * (MLP_LAYERS + 1))
 
 
-def _decoder(k: int, **values: Any) -> tuple[str, Source]:
-    from zerosim.planner import torch_configs
+def _decoder(k: int, **values: Any) -> tuple[str, ModelSource]:
+    from zerosim.planner import hf_models
 
     shape = f"{k} layers of width {WIDTH * k:,}"
-    return shape, torch_configs.from_values(values, f"a decoder of {shape}")
+    return shape, hf_models.from_values(values, f"a decoder of {shape}")
 
 
-def _gpt(k: int) -> tuple[str, Source]:
+def _gpt(k: int) -> tuple[str, ModelSource]:
     return _decoder(
         k, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_layer=k, n_embd=WIDTH * k, n_head=k,
         n_positions=2048, vocab_size=50_257,
     )  # fmt: skip
 
 
-def _llama(k: int) -> tuple[str, Source]:
+def _llama(k: int) -> tuple[str, ModelSource]:
     width = WIDTH * k
     return _decoder(
         k, model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=k, hidden_size=width,
@@ -83,49 +83,48 @@ FAMILIES: Mapping[str, Family] = {
 
 def work(question: Question) -> int:
     """How often ``added`` tells that it has advanced."""
-    return len(question.stages) * len(question.asked) if question.ladder else 0
+    return len(question.rows) * len(question.asked) if question.largest_model else 0
 
 
 def added(plan: Plan, advance: Callable[[str], None]) -> Plan:
-    """The plan with the ladder that its question asks for. ValueError if it asks for none, or for no card."""
+    """The plan with the largest models that its question asks for. ValueError if it asks for none, or for no card."""
     question = plan.question
-    family = FAMILIES.get(question.ladder or "")
+    family = FAMILIES.get(question.largest_model or "")
     if family is None or question.memory is None:
         raise ValueError(
-            f"plan(ladder): one of {', '.join(FAMILIES)}, and the memory of a card; got {question.ladder!r} and "
-            f"{question.memory!r}."
+            f"plan(largest_model): one of {', '.join(FAMILIES)}, and the memory of a card; got "
+            f"{question.largest_model!r} and {question.memory!r}."
         )
-    climber = _Climber(family, question)
-    rungs = []
+    trial = _Search(family, question)
+    found = []
     for ranks in question.asked:
         first = 1
-        for stage in question.stages:
-            rung = climber.rung(stage, ranks, question.memory, max(first, 1))
-            first = rung.size
-            rungs.append(rung)
-            advance(f"largest {family.name} under {SCHEMES[stage].name}, N = {ranks:,}")
-    return msgspec.structs.replace(plan, ladder=Ladder(family=family.name, about=family.about, rungs=rungs))
+        for row in question.rows:
+            largest = trial.largest(row, ranks, question.memory, max(first, 1))
+            first = largest.size
+            found.append(largest)
+            advance(f"largest {family.name} under {row.name}, N = {ranks:,}")
+    return msgspec.structs.replace(
+        plan, largest_models=LargestModels(family=family.name, about=family.about, found=found)
+    )
 
 
-class _Climber:
-    """Tries members of a family; what is made ready for one is kept for the other stages and numbers of GPUs."""
+class _Search:
+    """Tries members of a family; what is prepared for one is kept for the other rows and numbers of GPUs."""
 
     def __init__(self, family: Family, question: Question) -> None:
         self._family, self._question = family, question
         self._runners: dict[int, tuple[str, Runner]] = {}
 
-    def rung(self, stage: int, ranks: int, memory: int, first: int) -> Rung:
-        """The largest member that a card holds under a stage on ``ranks`` of them."""
-        size = search.largest(lambda k: self._runner(k)[1].fits(stage, ranks, memory), MOST, first=first)
-        name = SCHEMES[stage].name
+    def largest(self, row: Stage, ranks: int, memory: int, first: int) -> LargestModel:
+        """The largest member that fits under ``row`` on ``ranks`` cards."""
+        size = search.largest(lambda k: self._runner(k)[1].fits(row, ranks, memory), MOST, first=first)
         if not size:
-            return Rung(stage=stage, name=name, ranks=ranks, size=0, shape="", params=0, peak=None, at_least=False)
+            return LargestModel(row=row, ranks=ranks, size=0, shape="", params=0, peak=None, at_least=False)
         shape, runner = self._runner(size)
-        ran = runner.run(stage, ranks, memory)
-        assert isinstance(ran, Ran), "the search has found that it fits"
-        return Rung(
-            stage=stage, name=name, ranks=ranks, size=size, shape=shape,
-            params=runner.ready(stage).model.n_params, peak=ran.peak, at_least=size == MOST,
+        return LargestModel(
+            row=row, ranks=ranks, size=size, shape=shape, params=runner.prepare(row).model.n_params,
+            peak=runner.run(row, ranks).peak, at_least=size == MOST,
         )  # fmt: skip
 
     def _runner(self, k: int) -> tuple[str, Runner]:

@@ -1,8 +1,8 @@
-"""How a rank talks to whoever holds it to the simulator: messages over a socket, and a shared board.
+"""How a rank talks to whoever holds it to the simulator: messages over a socket, and a shared heartbeats.
 
-Owns the messages, their framing, and the board on which ranks of this machine leave their pulse.
+Owns the messages, their framing, and the heartbeats on which ranks of this machine leave their heartbeat.
 Nothing here writes to a file or to a socket that a meter watches: messages go through ``send``
-and ``recv``, which ``/proc/self/io`` does not count, and the board is memory.
+and ``recv``, which ``/proc/self/io`` does not count, and the heartbeats is memory.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a nursery, with descriptors of the board's file and one line per rank: make ``size`` ranks.
+    """To a server, with descriptors of the heartbeats's file and one connection per rank: make ``size`` ranks.
 
-    Each calls ``function`` of ``module`` with its line, the board and its rank. The folder
-    ``scratch`` is removed when the nursery's line closes.
+    Each calls ``function`` of ``module`` with its connection, the heartbeats and its rank. The folder
+    ``scratch`` is removed when the server's connection closes.
     """
 
     size: int
@@ -137,19 +137,19 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a nursery: end these ranks."""
+    """To a server: end these ranks."""
 
     pids: list[int]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a nursery: what it was told is done, and these are the process ids of the ranks it was to make."""
+    """From a server: what it was told is done, and these are the process ids of the ranks it was to make."""
 
     pids: list[int]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a nursery: a rank has ended, stopped or gone on; ``how`` completes the sentence "rank r ..."."""
+    """From a server: a rank has ended, stopped or gone on; ``how`` completes the sentence "rank r ..."."""
 
     pid: int
     alive: bool
@@ -160,7 +160,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Message: TypeAlias = (
     Job | Hello | Ready | Arrived | Go | Stepped | Simulated | Trouble | Bye | Fork | Kill | Done | Change
 )
-"""What travels over a line."""
+"""What travels over a connection."""
 _DECODER = msgspec.msgpack.Decoder(Message)
 _LENGTH = 8  # bytes of a message's length, in front of it
 
@@ -173,7 +173,7 @@ def _framed(message: Message) -> bytes:
     return len(data).to_bytes(_LENGTH, "big") + data
 
 
-class Line:
+class Connection:
     """One end of a connected socket. EOFError where the other end is closed."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -212,7 +212,7 @@ class Line:
         except ConnectionResetError:
             data = b""
         if not data:
-            raise EOFError("the other end of the line is closed")
+            raise EOFError("the other end of the connection is closed")
         self._buffer += data
 
     def _recv(self) -> bytes:
@@ -232,8 +232,8 @@ class Line:
         self._sock.close()
 
 
-class LineWithDescriptors(Line):
-    """A line of a Unix socket that can carry open files as well; those that came are in ``fds``, in order."""
+class ConnectionWithDescriptors(Connection):
+    """A connection of a Unix socket that can carry open files as well; those that came are in ``fds``, in order."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -249,8 +249,8 @@ class LineWithDescriptors(Line):
         return data
 
 
-class Board:
-    """Where each rank of a machine leaves its pulse: whether it waits for others, and since when.
+class Heartbeats:
+    """Where each rank of a machine leaves its heartbeat: whether it waits for others, and since when.
 
     ``file`` is an unlinked file that both sides map. Times are of the monotonic clock.
     """
@@ -262,9 +262,9 @@ class Board:
             os.ftruncate(fd, nbytes)
         self._table = np.frombuffer(mmap.mmap(fd, nbytes), np.float64).reshape(size, 2)
 
-    def slot(self, rank: int) -> Pulse:
+    def slot(self, rank: int) -> Heartbeat:
         """What rank ``rank`` writes to."""
-        return Pulse(self._table[rank])
+        return Heartbeat(self._table[rank])
 
     def waiting(self) -> list[bool]:
         """Whether each rank is waiting for others."""
@@ -275,8 +275,8 @@ class Board:
         return float(self._table[:, 1].max())
 
 
-class Pulse:
-    """One rank's place on a board; without one it keeps a place of its own, which nobody reads."""
+class Heartbeat:
+    """One rank's place on a heartbeats; without one it keeps a place of its own, which nobody reads."""
 
     def __init__(self, slot: npt.NDArray[np.float64] | None = None) -> None:
         self._slot = np.zeros(2) if slot is None else slot

@@ -1,0 +1,106 @@
+"""``zerosim lab``: parse, call, print.
+
+Exit codes: 0 every check holds; 1 a check does not; 2 what was asked for cannot be run; 130 interrupted.
+Heavy imports wait until it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from zerosim.bands import PRECISIONS
+from zerosim.cli import options as shared
+from zerosim.cli.errors import errors_for_people, printing, replacing, writable
+from zerosim.cli.report import PAGE, save_pages
+from zerosim.lab.data import DATA
+from zerosim.options import Gather
+from zerosim.records.results import Results, Settings, encode, save
+from zerosim.stages import SCHEMES, Stage
+
+RESULTS = "results.json"
+
+
+@click.command()
+@shared.schemes()
+@shared.training(ranks=32, least=1, ranks_help="Virtual GPUs, N.")
+@click.option(
+    "--precision",
+    type=click.Choice([name for name, recipe in PRECISIONS.items() if recipe.everywhere]),
+    default="mixed",
+    show_default=True,
+    help="mixed: fp16 working copy, fp32 master and moments; bf16: the same with bfloat16; fp32: no master; "
+    "bf16-fp32-grads, mixed-main-grads: with fp32 gradients instead of, or beside, 16-bit ones.",
+)
+@shared.wire()
+@click.option(
+    "--gather",
+    type=click.Choice(get_args(Gather)),
+    default="layer",
+    show_default=True,
+    help="What ZeRO-3 gathers at a time.",
+)
+@click.option(
+    "--data",
+    type=click.Choice(list(DATA)),
+    default="noise",
+    show_default=True,
+    help="noise: standard normal pairs; digits: handwritten digits, to be reproduced (needs scikit-learn).",
+)
+@click.option(
+    "--capacity",
+    type=shared.ByteSize(),
+    default=None,
+    metavar="SIZE",
+    help="Memory of one card, as in 2MB or 2MiB; without it a card has no limit.",
+)
+@shared.out("Folder for results.json, the figures, report.html and trace.json.")
+@shared.as_json()
+def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: object) -> None:
+    """Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 side by side and check them.
+
+    Same training: after every step all schemes hold the same bits on every rank. As predicted: what was
+    measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes when
+    a rule is broken on purpose. Exit code 0 only if every check holds.
+    """
+    from zerosim.lab import suite
+    from zerosim.report import lab_console as console
+    from zerosim.report import plots
+
+    rows = rows or SCHEMES
+    with errors_for_people():
+        settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
+        suite.validate(settings, rows)
+        writable(out, "lab", RESULTS, *PAGE)
+        found = _run(settings, rows)
+        with replacing(out) as staging:
+            plots.save_figures(plots.figures(found), staging)
+            save_pages(found, staging)
+            save(found, staging / RESULTS)
+    with printing():
+        if as_json:
+            click.echo(encode(found), nl=False)
+        else:
+            console.show(found, out)
+    sys.exit(1 if found.failures else 0)
+
+
+def _run(settings: Settings, rows: Sequence[Stage]) -> Results:
+    """The lab with a progress bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from zerosim.lab import suite
+
+    columns = TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("starting", total=suite.work(settings, rows))
+
+        def advance(doing: str) -> None:
+            progress.update(bar, advance=1, description=doing)
+
+        return suite.run(settings, advance, rows=rows)

@@ -1,0 +1,72 @@
+"""Which frameworks are run and how they are set up, and what each rank is asked to train.
+
+Owns the list. Must not know torch, nor what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zerosim.records.frameworks import Family
+from zerosim.stages import Stage, ZeRO1, ZeRO2, ZeRO3
+
+
+class Variant(NamedTuple):
+    """A framework with options of its own; ``wire`` is the dtype in which its gradients travel."""
+
+    name: str
+    family: Family
+    precision: str = "fp32"
+    wire: str = "fp32"
+    options: Mapping[str, Any] = {}
+
+    @property
+    def states(self) -> str:
+        """The precision whose model states it keeps: FSDP2's shards are fp32, whatever it computes in."""
+        return "fp32" if self.family is Family.FSDP else self.precision
+
+
+class Task(NamedTuple):
+    """A variant, and on what model and data."""
+
+    variant: Variant
+    ranks: int
+    steps: int
+    batch: int
+    seed: int
+    model_seed: int
+    widths: Sequence[int]
+
+
+DEEPSPEED: dict[int, Stage] = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}
+"""DeepSpeed's own configuration names a stage by its number."""
+
+# DeepSpeed gathers a small model once and keeps it, and its bucket has room for 5e8 gradients. Not so with these.
+_NOTHING_KEPT = {
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "reduce_bucket_size": 50_000,
+}
+VARIANTS = (
+    Variant("DDP", Family.DDP),
+    Variant("DDP, gradient_as_bucket_view", Family.DDP, options={"gradient_as_bucket_view": True}),
+    Variant("DDP, fp16_compress_hook", Family.DDP, wire="fp16"),
+    Variant("DDP + ZeroRedundancyOptimizer", Family.ZERO_REDUNDANCY),
+    Variant("FSDP2, reshard_after_forward=False", Family.FSDP, options={"reshard_after_forward": False}),
+    Variant("FSDP2, reshard_after_forward=True", Family.FSDP, options={"reshard_after_forward": True}),
+    Variant("FSDP2, reshard_after_forward=True, bf16", Family.FSDP, "bf16", "bf16", {"reshard_after_forward": True}),
+    *(
+        Variant(
+            f"DeepSpeed stage {stage}{kept}, {precision}",
+            Family.DEEPSPEED,
+            precision,
+            precision,
+            {"stage": stage} | more,
+        )
+        for precision in ("fp32", "bf16")
+        for stage, kept, more in ((1, "", {}), (2, "", {}), (3, "", {}), (3, ", nothing kept", _NOTHING_KEPT))
+    ),
+)

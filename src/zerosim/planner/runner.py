@@ -1,0 +1,180 @@
+"""One step of one row on N ranks, run on shapes, and what its ledger says.
+
+Owns the way from a question to a run: the options that a row runs with, and the records that are
+made of its ledger. No number here is worked out: each was held, sent or computed by the schedule.
+A run is kept and answers every later question that it can. Must not know how questions are
+searched or shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerosim.bands import Band, DType
+from zerosim.ledger import EventKind, Report
+from zerosim.optimizer import SGD, Adam
+from zerosim.options import Options
+from zerosim.planner.conventions import Convention, convention
+from zerosim.planner.model_source import ModelSource, Prepared, Workload
+from zerosim.ranks import OutOfMemory
+from zerosim.records.plan import Peak, Question, Shortage, Traffic
+from zerosim.schemes import DP, Scheme, Stage
+from zerosim.worlds.dry import DryRing
+
+UNITS_NAMED = 5  # of a peak
+OPTIMIZERS: Mapping[str, Adam | SGD] = {"adam": Adam(), "sgd": SGD(momentum=0.0), "momentum": SGD(momentum=0.9)}
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """A step that a card had room for, or that no card limited."""
+
+    resident: dict[str, int]
+    peak: Peak
+    traffic: list[Traffic]
+    flops: dict[str, int]
+    report: Report
+    groups: dict[str, list[str]]
+    """The groups of parameters that each unit reads."""
+
+
+class Runner:
+    """Runs a question's rows; a prepared model and a run that is there are used again."""
+
+    def __init__(self, source: ModelSource, question: Question) -> None:
+        self.source, self.question = source, question
+        self.convention: Convention = convention(question.convention)
+        self._prepared: dict[tuple[Workload, int], Prepared] = {}
+        self._runs: dict[tuple[Stage, int, int], StepRun] = {}
+        self._states: dict[tuple[Stage, int], int] = {}
+
+    def options(self, row: Stage) -> Options:
+        """What ``row`` runs with: the convention's options, and over them what was asked for."""
+        question = self.question
+        asked: dict[str, Any] = {
+            name: value
+            for name in ("wire", "wire_params", "padding", "all_reduce", "sync", "prefetch")
+            if (value := getattr(question, name)) is not None
+        }
+        if question.wire is not None:  # one dtype was asked for, for all that is sent
+            asked.setdefault("wire_params", None)
+        if question.bucket is not None and not self._beside(row):
+            asked["bucket"] = question.bucket
+        return replace(
+            self.convention.options(row, question.precision), **asked,
+            accumulate=question.accumulate, optimizer=OPTIMIZERS[question.optimizer],
+        )  # fmt: skip
+
+    def _beside(self, row: Stage) -> dict[Band, int]:
+        """What the convention holds beside the states, elements by band; there a bucket's size is its own."""
+        bucket = self.question.bucket
+        return self.convention.beside(row, bucket if isinstance(bucket, int) else None)
+
+    def working(self, row: Stage) -> DType:
+        """The dtype that forward and backward read parameters in."""
+        return self.options(row).recipe.working
+
+    def prepare(self, row: Stage, micro_batch: int | None = None) -> Prepared:
+        """The model and a batch of the question's micro-batches, or of micro-batches of another size."""
+        rows = micro_batch or self.question.micro_batch
+        workload = Workload(rows, self.question.sequence, self.question.checkpoint, self.working(row))
+        key = workload, self.question.accumulate
+        if key not in self._prepared:
+            self._prepared[key] = self.source.prepare(workload, rows * self.question.accumulate)
+        return self._prepared[key]
+
+    def start(self, row: Stage, ranks: int, capacity: int | None = None, micro_batch: int | None = None) -> Scheme:
+        """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
+        prepared = self.prepare(row, micro_batch)
+        options = replace(self.options(row), capacity=capacity, **prepared.options)
+        scheme = Scheme(row, prepared.model, ranks, options, ring=DryRing(ranks))
+        if scheme.shard is not DP:  # with one rank nothing is reduced, and no bucket is there
+            for band, elements in self._beside(row).items():
+                scheme.ranks.hold(band, (elements,), "bucket")
+        return scheme
+
+    def run(self, row: Stage, ranks: int, micro_batch: int | None = None) -> StepRun:
+        """A step that no card limits."""
+        found = self._run(row, ranks, None, micro_batch)
+        assert isinstance(found, StepRun), "only a card's capacity makes a run end"
+        return found
+
+    def shortage(self, row: Stage, ranks: int, capacity: int) -> Shortage | None:
+        """The allocation that a card of ``capacity`` bytes has no room for, or None where it has room for the step."""
+        found = self._run(row, ranks, capacity)
+        return found if isinstance(found, Shortage) else None
+
+    def fits(self, row: Stage, ranks: int, capacity: int, micro_batch: int | None = None) -> bool:
+        """Whether a card has room for a step."""
+        return isinstance(self._run(row, ranks, capacity, micro_batch), StepRun)
+
+    def _run(self, row: Stage, ranks: int, capacity: int | None, micro_batch: int | None = None) -> StepRun | Shortage:
+        """A step, new or one that was run before: what a card has room for, it runs as one without a limit does."""
+        key = row, ranks, micro_batch or self.question.micro_batch
+        known = self._runs.get(key)
+        if known is not None and (capacity is None or known.peak.total <= capacity):
+            return known
+        try:
+            scheme = self.start(row, ranks, capacity, micro_batch)
+            scheme.step(self.prepare(row, micro_batch).batch)
+        except OutOfMemory as error:
+            return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
+        self._runs[key] = found = _step_run(scheme)
+        return found
+
+    def holds_states(self, row: Stage, ranks: int, capacity: int) -> bool:
+        """Whether a card has room for the model states, with nothing trained."""
+        try:
+            self.start(row, ranks, capacity)
+        except OutOfMemory:
+            return False
+        return True
+
+
+def _step_run(scheme: Scheme) -> StepRun:
+    report = scheme.reports[-1]
+    return StepRun(
+        resident=_plain(report.resident),
+        peak=_peak(report),
+        traffic=[
+            Traffic(
+                collective=collective,
+                band=str(band),
+                sent=int(traffic.sent.max(initial=0)),
+                messages=traffic.messages,
+            )
+            for (collective, band), traffic in report.traffic.items()
+            if traffic.messages
+        ],
+        flops={str(phase): count for phase, count in report.flops.items() if count},
+        report=report,
+        groups={layer.name: [group.name for group in layer.groups] for layer in scheme.layers},
+    )
+
+
+def _peak(report: Report) -> Peak:
+    """The peak, and the units that held the most of what comes and goes then, from the log of holds and frees."""
+    held: dict[str, int] = {}
+    at_peak: dict[str, int] = {}
+    for event in report.events:
+        if event.kind in (EventKind.HOLD, EventKind.FREE):
+            change = event.nbytes if event.kind is EventKind.HOLD else -event.nbytes
+            held[event.unit] = held.get(event.unit, 0) + change
+            if event.held == report.peak.total:
+                at_peak = {unit: nbytes for unit, nbytes in held.items() if nbytes > 0}
+                break
+    most = sorted(at_peak, key=at_peak.__getitem__, reverse=True)[:UNITS_NAMED]
+    return Peak(
+        total=report.peak.total,
+        by_band=_plain(report.peak.by_band),
+        unit=report.peak.unit,
+        phase=str(report.peak.phase),
+        by_unit={unit: at_peak[unit] for unit in most},
+    )
+
+
+def _plain(bands: dict[str, int]) -> dict[str, int]:
+    """By the names of the bands, in the order in which they are listed everywhere."""
+    return {str(band): int(bands[band]) for band in Band if bands.get(band)}

@@ -1,0 +1,65 @@
+"""Batches whose ranks and micro-batches have different numbers of rows, laid out for the schedule.
+
+Owns that layout and the words of its errors. Must not know schemes, models or ledgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from zerosim.bands import Array
+from zerosim.layers import MicroBatch
+
+Check = Callable[[Any, int], tuple[Array, Array]]
+
+
+def micro_batches(
+    batch: Sequence[Any], weights: Sequence[Any] | None, ranks: int, count: int, check: Check
+) -> list[MicroBatch]:
+    """``count`` micro-batches of a batch that has for each rank a pair (x, y), or a list of so many.
+
+    ``weights`` has for each rank a number, or a list of one for each micro-batch; without them rows count.
+    ``check`` refuses a rank's pair that the model cannot take. ValueError or TypeError for what does not fit.
+    """
+    if not isinstance(batch, Sequence) or len(batch) != ranks:
+        raise ValueError(f"step(batch): needs one entry per rank, {ranks} in all; got {_size(batch)}.")
+    by_rank = [_listed(each, count, f"step(batch): rank {rank}", "pairs") for rank, each in enumerate(batch)]
+    weighed = None
+    if weights is not None:
+        if len(weights) != ranks:
+            raise ValueError(f"step(weights): needs one entry per rank, {ranks} in all; got {len(weights)}.")
+        weighed = [_listed(each, count, f"step(weights): rank {rank}", "numbers") for rank, each in enumerate(weights)]
+    return [
+        _laid_out([pairs[index] for pairs in by_rank], weighed and [each[index] for each in weighed], check)
+        for index in range(count)
+    ]
+
+
+def _listed(entry: Any, count: int, where: str, what: str) -> list[Any]:
+    entries = list(entry) if isinstance(entry, list) else [entry]
+    if len(entries) != count:
+        raise ValueError(f"{where} needs {count} {what}, one for each micro-batch; got {len(entries)}.")
+    return entries
+
+
+def _laid_out(pairs: Sequence[Any], weights: Sequence[Any] | None, check: Check) -> MicroBatch:
+    rows = [len(x) for x, _ in pairs]
+    checked = [check([pair], 1) if count else None for pair, count in zip(pairs, rows, strict=True)]
+    like: Sequence[Array] = next((each for each in checked if each is not None), ())
+    if not like:  # nobody has a row in this one
+        like = [np.zeros((1, 0, *each.shape[1:]), each.dtype) for each in pairs[0]]
+    x, y = (np.zeros((len(pairs), max(rows), *each.shape[2:]), each.dtype) for each in like)
+    for rank, each in enumerate(checked):
+        if each is not None:
+            x[rank, : rows[rank]], y[rank, : rows[rank]] = each[0][0], each[1][0]
+    weighed = np.array(rows if weights is None else weights, np.float64)
+    if not (np.isfinite(weighed).all() and (weighed >= 0).all()):
+        raise ValueError(f"step(weights): weights are finite and not negative; got {weighed.tolist()}.")
+    return MicroBatch(x, y, rows, weighed)
+
+
+def _size(batch: object) -> object:
+    return len(batch) if isinstance(batch, Sequence) else type(batch).__name__
