@@ -21,7 +21,8 @@ from zerosim.optimizer import Adam  # noqa: E402
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO2, ZeRO3  # noqa: E402
 from zerosim.torch_models import demo, meta_run  # noqa: E402
 from zerosim.torch_models.intercept import intercepted  # noqa: E402
-from zerosim.torch_models.model import TorchModel, cross_entropy, measure  # noqa: E402
+from zerosim.torch_models.model import TorchModel  # noqa: E402
+from zerosim.torch_models.profile import cross_entropy, measure  # noqa: E402
 from zerosim.torch_models.op_counters import Flops  # noqa: E402
 from zerosim.torch_models.units import partition  # noqa: E402
 from zerosim.worlds.dry import DryRing  # noqa: E402

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,7 @@ class Handed:
         return self.counts[..., 3]
 
 
+@runtime_checkable
 class AdamKernel(Protocol):
     """Adam on [..., n]: parameters and both moments fp32, gradients of any dtype, the constants Python's.
 
@@ -70,6 +71,7 @@ class AdamKernel(Protocol):
     ) -> int | None: ...  # fmt: skip
 
 
+@runtime_checkable
 class RingSum(Protocol):
     """All hops of a reduce-scatter, whose ranks are all here, from ``chunks`` [ring, rank, chunk, C].
 
@@ -82,6 +84,7 @@ class RingSum(Protocol):
     ) -> Array | None: ...
 
 
+@runtime_checkable
 class RingCopies(Protocol):
     """All hops of an all-gather, whose ranks are all here: ``block`` [ring, chunk, C] into ``chunks``
     [ring, rank, chunk, C], all but the chunks that the ranks own. The rest is as in ``RingSum``; ``itemsize`` is

@@ -86,7 +86,7 @@ def read_target(target: Any) -> Any:
     if target is None:
         return None
     array = _targets([(None, target)], [([], [_array("TorchModel(target): target", each) for each in _leaves(target)])])
-    return target_of(array, 0)
+    return target_of(array, 0, array.shape[1])
 
 
 def check_batch(
@@ -126,9 +126,9 @@ def _one(arrays: Mapping[str, Array], *, alone: bool) -> Array:
     return next(iter(arrays.values())) if alone else packed(arrays)
 
 
-def target_of(array: Array, rank: int) -> Any:
+def target_of(array: Array, rank: int, rows: int) -> Any:
     """One rank's target as the loss is given it: a tensor, a tuple of them, or a mapping."""
-    found = unpacked(array, rank)
+    found = unpacked(array, rank, rows)
     if array.dtype.names is None:
         return found[""]
     return tuple(found.values()) if "0" in found else found

@@ -47,40 +47,44 @@ class RankLoss:
         self, y: Carried, target: Shaped[Array, "R ..."], work: Workspace
     ) -> tuple[Float[Array, "R"], Gradients]:
         """Each rank's loss [R] and the gradients of what it was computed from, held. Frees ``target``."""
-        program = y.layering.program
-        held, runs, operations, values = Held(work), [], 0, []
-        for rank in range(len(y.batch)):
+        batch, held, grads, operations = y.batch, Held(work), Gradients(len(y.batch.rows)), 0
+        values = np.zeros(len(batch.rows))
+        runs: list[tuple[int, SavedTensors, Any, dict[int, torch.Tensor]]] = []
+        for rank in batch.turns:
+            first = rank == batch.turns[0]
+            program = batch.layering(rank).program
             memory = y.memory(program.returns, rank)
             leaves = {
                 index: (known := program.tensors[index]).on(memory[known.store]).requires_grad_(known.requires_grad)
                 for index in program.returns
             }
-            wanted = target_of(target, rank)
+            wanted = target_of(target, rank, batch.rows[rank])
             saved = SavedTensors(_there(memory, wanted))
-            state = torch.get_rng_state() if rank == 0 else None
-            with counting(rank) as flops, saved.recording(), torch.enable_grad():
+            state = torch.get_rng_state()
+            with counting(first) as flops, saved.recording(), torch.enable_grad():
                 value = self.function(program.returned(leaves), wanted)
-            if state is not None and not torch.equal(state, torch.get_rng_state()):
+            if not torch.equal(state, torch.get_rng_state()):
                 torch.set_rng_state(state)
                 raise ValueError("TorchModel(loss): draws random numbers. Draw them in the module, or leave them out.")
             check_value("TorchModel", value, leaves.values())
             operations += flops()
             held.keep(rank, saved.finish({}))
-            values.append(value.item())
-            runs.append((saved, value, {index: leaf for index, leaf in leaves.items() if leaf.requires_grad}))
-        grads = Gradients(len(y.batch))
-        for rank, (saved, value, leaves) in enumerate(runs):
-            memory = y.memory(program.returns, rank)
-            saved.sources = _there(memory, target_of(target, rank)) | held.sources(rank)
-            with counting(rank) as flops:
+            values[rank] = value.item()
+            runs.append((rank, saved, value, {index: leaf for index, leaf in leaves.items() if leaf.requires_grad}))
+        for rank, saved, value, leaves in runs:
+            first = rank == batch.turns[0]
+            memory = y.memory(batch.layering(rank).program.returns, rank)
+            saved.sources = _there(memory, target_of(target, rank, batch.rows[rank])) | held.sources(rank)
+            with counting(first) as flops:
                 found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
             operations += flops()
-            grads.put(rank, {index: grad for index, grad in zip(leaves, found, strict=True) if grad is not None}, work)
+            given = {index: grad for index, grad in zip(leaves, found, strict=True) if grad is not None}
+            grads.put(rank, given, work, first=first)
             saved.sources = {}
         work.flops(operations)
         held.free()
         work.free(target)
-        return np.array(values, np.float64), grads
+        return values, grads
 
 
 def _there(memory: dict[int, torch.Tensor], wanted: Any) -> dict[Any, torch.Tensor]:

@@ -91,7 +91,7 @@ class TorchModel:
         self._target = read_target(target)
         self._layerings: dict[int, Layering] = {}
         self._bare = without_states(self._module, self._compute)
-        self._work = Work(Executor(self._bare), self._compute, seed, self._layering)
+        self._work = Work(Executor(self._bare), self._compute, seed, self.layering)
         self._decide(Decisions(blocks(module) if wrap is None else wrap))
 
     def _decide(self, decisions: Decisions) -> None:
@@ -140,13 +140,12 @@ class TorchModel:
         ]
         self._parts = list({part.group: part for unit in self._units for part in unit.parts}.values())
 
-    def _layering(self, x: Array) -> Layering:
-        """The layers for as many rows as x [R, B, ...] has: the same operations, on other shapes."""
-        rows = x.shape[1]
+    def layering(self, rows: int) -> Layering:
+        """The layers for so many rows: the same operations, on other shapes."""
         if rows not in self._layerings:
             first = self._layerings[self._example.rows]
             _, other, _ = planned(
-                "TorchModel", lambda: with_values(self._module, self._compute), self._example.of(rows), self._decisions
+                "step(batch)", lambda: with_values(self._module, self._compute), self._example.of(rows), self._decisions
             )
             if other.outline != first.outline:
                 raise ValueError(
@@ -187,6 +186,15 @@ class TorchModel:
                 found[slot.name] = flat[start : start + prod(slot.shape)].reshape(slot.shape)
                 start += prod(slot.shape)
         return found
+
+    @property
+    def rows(self) -> int:
+        """How many rows the example has."""
+        return self._example.rows
+
+    def names(self, group: Group) -> list[str]:
+        """The module's names for what a group of parameters or buffers consists of, in its order."""
+        return [slot.name for part in self._parts if part.group is group for slot in part.slots]
 
     def check(
         self, batch: Sequence[tuple[Any, Any]], ranks: int

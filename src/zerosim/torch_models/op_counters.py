@@ -111,9 +111,9 @@ class Flops(TorchDispatchMode):  # type: ignore[misc]
 
 
 @contextmanager
-def counting(rank: int) -> Iterator[Callable[[], int]]:
-    """Count FLOPs within the block, of the first rank alone: what the others do has the same shapes."""
-    if rank:
+def counting(first: bool) -> Iterator[Callable[[], int]]:
+    """Count FLOPs within the block, of the first rank alone: what the others do is the same, or less."""
+    if not first:
         yield lambda: 0
         return
     with Flops() as flops:

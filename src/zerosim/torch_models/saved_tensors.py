@@ -29,6 +29,7 @@ class _Saved:
     stride: Any
     conj: bool
     neg: bool
+    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,10 @@ class SavedTensors:
             raise
 
     def finish(self, outputs: Mapping[Name, torch.Tensor]) -> list[Kept]:
-        """The storages to be kept, in order: those of ``outputs``, which are kept as such, left out.
-
-        RuntimeError if something that was saved has been overwritten since.
-        """
+        """The storages to be kept, in order: those of ``outputs``, which are kept as such, left out."""
         for saved in self._saved:
             assert saved.tensor is not None, "the run is not over yet"
-            if saved.tensor._version != saved.version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(saved.size)} that the backward needs has been modified in place since "
-                    f"it was saved; use the out-of-place form of that operation."
-                )
+            saved.stale = saved.tensor._version != saved.version
         for name, tensor in outputs.items():
             self._know(name, tensor)
         kept = [each for key, each in self._kept.items() if key not in self._names]
@@ -111,6 +105,11 @@ class SavedTensors:
         return saved
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
+        if saved.stale or (saved.tensor is not None and saved.tensor._version != saved.version):
+            raise RuntimeError(
+                f"a tensor of shape {list(saved.size)} that the backward needs has been modified in place since it was "
+                f"saved; use the out-of-place form of that operation."
+            )
         if saved.tensor is not None:  # a backward within the run
             return saved.tensor
         source = self.sources[self._names[saved.storage]].untyped_storage()

@@ -8,7 +8,6 @@ know stages or sharding.
 from __future__ import annotations
 
 import gc
-import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -42,13 +41,7 @@ def as_a_whole(
     """
     slots = slots_of(module)
     buffers = {name: own.clone() for name, own in module.named_buffers()}
-    states = random.getstate(), np.random.get_state()[1].tobytes()  # noqa: NPY002: the state is what is asked for
     first, remembered = _forward(module, layering, example, seed), _attributes(module)
-    if (random.getstate(), np.random.get_state()[1].tobytes()) != states:  # noqa: NPY002
-        raise ValueError(
-            f"TorchModel(module): {type(module).__name__} draws random numbers from Python or NumPy, which no rank or "
-            f"stage could draw again. Draw them with torch."
-        )
     for name, own in module.named_buffers():
         own.data.copy_(buffers[name])
     second = _forward(module, layering, example, seed)
@@ -57,7 +50,8 @@ def as_a_whole(
         does = f"changes {changed[0]}" if changed else "returns something else"
         raise ValueError(
             f"TorchModel(module): {type(module).__name__} {does} when it is called again on the same input: it "
-            f"remembers its calls, and all ranks and stages would share what it remembers. Keep it in a buffer."
+            f"remembers its calls, or draws random numbers otherwise than with torch, and no rank or stage could do the "
+            f"same again. Keep what it remembers in a buffer, and draw with torch."
         )
     ends = [each for each in second if each.requires_grad]
     if not ends:
@@ -148,7 +142,7 @@ def layer_by_layer(
         outputs.append(known.on(memory[known.store]).clone())
         if known.requires_grad:
             slope = _slope(outputs[-1])
-            dy.put(0, {index: dy.of(index, 0) + slope if index in dy else slope}, work)
+            dy.put(0, {index: dy.of(index, 0) + slope if index in dy else slope}, work, first=True)
     sums: dict[Group, Array] = {}
     for layer in reversed(layers):
         trainable = [group for group in layer.groups if group.role is Role.TRAINABLE]

@@ -6,8 +6,7 @@ under way (``Gradients``), and what autograd would keep (``Held``). Must not kno
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from zerosim.bands import FP32, Array
 from zerosim.ranks import Workspace
 from zerosim.torch_models.layering import Layering
-from zerosim.torch_models.program import Kind, Store
+from zerosim.torch_models.program import Kind
 from zerosim.torch_models.saved_tensors import Kept
 from zerosim.torch_models.units import numpy_dtype
 
@@ -67,11 +66,11 @@ def packed(arrays: Mapping[str, Array]) -> Array:
     return whole
 
 
-def unpacked(array: Array, rank: int) -> dict[str, torch.Tensor]:
+def unpacked(array: Array, rank: int, rows: int) -> dict[str, torch.Tensor]:
     """One rank's tensors of a batch: of a record's fields copies, in registers, each at an address of its own."""
     if array.dtype.names is None:
-        return {"": row(array, rank)}
-    return {name: view(np.ascontiguousarray(array[rank][name])) for name in array.dtype.names}
+        return {"": row(array[:, :rows], rank)}
+    return {name: view(np.ascontiguousarray(array[rank, :rows][name])) for name in array.dtype.names}
 
 
 # -- what passes from layer to layer
@@ -80,10 +79,25 @@ def unpacked(array: Array, rank: int) -> dict[str, torch.Tensor]:
 class _NoArray:
     """To the schedule, which does not look inside, an array without elements."""
 
-    dtype = FP32
+    dtype, ndim = FP32, 2
 
     def __init__(self, ranks: int) -> None:
         self.shape = (ranks, 0)
+
+
+class Batch:
+    """A micro-batch as layers see it: its rows, rank by rank, and how the forward of so many rows is cut.
+
+    ``turns`` are the ranks that have rows, those that have most first, for what they need has room for the others.
+    """
+
+    def __init__(self, array: Array, rows: Sequence[int], layerings: Callable[[int], Layering]) -> None:
+        self.array, self.rows, self._layerings = array, rows, layerings
+        self.turns = sorted((rank for rank, count in enumerate(rows) if count), key=lambda rank: -rows[rank])
+
+    def layering(self, rank: int) -> Layering:
+        """How a rank's forward is cut."""
+        return self._layerings(self.rows[rank])
 
 
 class Carried(_NoArray):
@@ -92,27 +106,25 @@ class Carried(_NoArray):
     ``arrays`` are what the layer itself has brought into being, and frees in its backward.
     """
 
-    def __init__(
-        self, layering: Layering, batch: Array, stores: Mapping[int, Array], arrays: Mapping[int, Array]
-    ) -> None:
-        super().__init__(len(batch))
-        self.layering, self.batch = layering, batch
+    def __init__(self, batch: Batch, stores: Mapping[int, Array], arrays: Mapping[int, Array]) -> None:
+        super().__init__(len(batch.rows))
+        self.batch = batch
         self._stores = {**stores, **arrays}
         self.arrays = tuple(arrays.values())
 
     def and_then(self, arrays: Mapping[int, Array]) -> Carried:
         """This, and what another layer adds."""
-        return Carried(self.layering, self.batch, self._stores, arrays)
+        return Carried(self.batch, self._stores, arrays)
 
     def memory(self, indices: Iterable[int], rank: int) -> dict[int, torch.Tensor]:
         """One rank's memory of some of the program's tensors, by its place among the stores."""
-        program = self.layering.program
+        program = self.batch.layering(rank).program
         found: dict[int, torch.Tensor] = {}
         inputs: list[torch.Tensor] = []  # once they are needed
         for number in dict.fromkeys(program.tensors[index].store for index in indices):
             known = program.stores[number]
             if known.kind is Kind.INPUT:
-                inputs = inputs or list(unpacked(self.batch, rank).values())
+                inputs = inputs or list(unpacked(self.batch.array, rank, self.batch.rows[rank]).values())
                 found[number] = inputs[known.input]
             elif known.kind is Kind.CONSTANT:
                 found[number] = known.constant
@@ -121,12 +133,17 @@ class Carried(_NoArray):
         return found
 
 
-@dataclass
 class _Gradient:
-    """A gradient of all ranks, [R, elements], and how a tensor of it lies on a row."""
+    """A gradient of all ranks, [R, elements], and how a tensor of it lies on each one's row."""
 
-    array: Array
-    layout: tuple[Any, ...]
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        array[...] = 0  # ranks with fewer rows have less
+        self.layouts: dict[int, tuple[Any, ...]] = {}
+
+    def on(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        size, stride = self.layouts[rank]
+        return torch.as_strided(tensor, size, stride)
 
 
 class Gradients(_NoArray):
@@ -142,6 +159,12 @@ class Gradients(_NoArray):
     def __contains__(self, index: int) -> bool:
         return index in self._found
 
+    def __imul__(self, factor: Any) -> Gradients:
+        """Scale them, by one number or by one for each rank [R, 1]."""
+        for gradient in self._found.values():
+            np.multiply(gradient.array, factor, out=gradient.array, casting="same_kind")
+        return self
+
     @property
     def indices(self) -> frozenset[int]:
         """Which there are."""
@@ -149,26 +172,32 @@ class Gradients(_NoArray):
 
     def of(self, index: int, rank: int) -> torch.Tensor:
         """One rank's gradient of a tensor."""
-        gradient = self._found[index]
-        size, stride = gradient.layout
-        return torch.as_strided(row(gradient.array, rank), size, stride)
+        return self._found[index].on(rank, row(self._found[index].array, rank))
 
-    def put(self, rank: int, found: Mapping[int, torch.Tensor], work: Workspace) -> None:
-        """Copy what one rank has found; at the first rank, make room for it."""
+    def put(self, rank: int, found: Mapping[int, torch.Tensor], work: Workspace, *, first: bool) -> None:
+        """Copy what one rank has found; at the ``first`` rank, which has most rows, make room for it."""
         for index, gradient in found.items():
             size, stride, count = extent(gradient)
-            if rank == 0 and (index not in self or self._found[index].layout != (size, stride)):
-                before = self._found.pop(index, None)
-                fits = before is not None and before.array.shape[1] == count
-                array = before.array if fits else work.hold(count, dtype=numpy_dtype(gradient.dtype))
-                self._found[index] = _Gradient(array, (size, stride))
-                if before is not None:
-                    _keep_others(before, self._found[index])
-                    if not fits:
-                        work.free(before.array)
-            same_on_every_rank(rank, (size, stride), self._found[index].layout)
+            if first:
+                self._make_room(index, count, gradient.dtype, work)
+            held = self._found[index]
+            same_on_every_rank(rank, count <= held.array.shape[1], True)
+            held.layouts[rank] = size, stride
             flat = torch.as_strided(gradient, (count,), (1,), gradient.storage_offset())
-            view(self._found[index].array[rank]).copy_(flat)
+            view(held.array[rank])[:count].copy_(flat)
+
+    def _make_room(self, index: int, count: int, dtype: Any, work: Workspace) -> None:
+        """Hold an array of ``count`` elements, unless there is one; what other ranks have there is kept."""
+        before = self._found.get(index)
+        if before is not None and before.array.shape[1] == count:
+            return
+        self._found[index] = after = _Gradient(work.hold(count, dtype=numpy_dtype(dtype)))
+        if before is not None:
+            for rank, layout in before.layouts.items():
+                given = before.on(rank, view(before.array[rank])).contiguous()
+                after.layouts[rank] = layout[0], given.stride()
+                view(after.array[rank])[: given.numel()].copy_(given.view(-1))
+            work.free(before.array)
 
     def free(self, indices: Iterable[int], work: Workspace) -> None:
         """Give back those of these tensors."""
@@ -185,18 +214,14 @@ def extent(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]
     return size, stride, 1 + sum((side - 1) * step for side, step in zip(size, stride, strict=True))
 
 
-def _keep_others(before: _Gradient, after: _Gradient) -> None:
-    """The other ranks' sums so far, which lie otherwise from now on."""
-    for rank in range(1, len(before.array)):
-        given = torch.as_strided(view(before.array[rank]), *before.layout).clone()
-        torch.as_strided(view(after.array[rank]), *after.layout).copy_(given)
-
-
 # -- what is kept for the backward
 
 
 class Held:
-    """The arrays [R, n] that stand for what a layer hands on and for what autograd would keep."""
+    """The arrays [R, n] that stand for what a layer hands on and for what autograd would keep.
+
+    They are as large as the first rank that brings something needs them, which has most rows.
+    """
 
     def __init__(self, work: Workspace) -> None:
         self._work = work
@@ -204,25 +229,21 @@ class Held:
         """What is handed on, by its place among the stores."""
         self._kept: list[Array] | None = None
 
-    def take(self, rank: int, stores: Mapping[int, Store], outs: Mapping[int, torch.Tensor]) -> None:
+    def take(self, rank: int, outs: Mapping[int, torch.Tensor]) -> None:
         """Copy the memory of what one rank hands on; what torch has of it may go."""
         for number, tensor in outs.items():
             storage = tensor.untyped_storage()
-            if rank == 0:
-                known = stores[number]
-                self.arrays[number] = self._elements(known.nbytes, known.dtype)
-            same_on_every_rank(rank, storage.nbytes(), self.arrays[number][rank].nbytes)
-            _copy(storage, self.arrays[number][rank])
+            if number not in self.arrays:
+                self.arrays[number] = self._elements(storage.nbytes(), tensor.dtype)
+            _copy(rank, storage, self.arrays[number])
 
     def keep(self, rank: int, kept: Sequence[Kept]) -> None:
         """Copy what one rank's run keeps."""
         if self._kept is None:
             self._kept = [self._elements(each.storage.nbytes(), each.dtype) for each in kept]
-        same_on_every_rank(
-            rank, [each.storage.nbytes() for each in kept], [array[rank].nbytes for array in self._kept]
-        )
+        same_on_every_rank(rank, len(kept), len(self._kept))
         for array, each in zip(self._kept, kept, strict=True):
-            _copy(each.storage, array[rank])
+            _copy(rank, each.storage, array)
 
     def sources(self, rank: int) -> dict[Hashable, torch.Tensor]:
         """Where one rank's backward finds what was kept, by number."""
@@ -239,14 +260,16 @@ class Held:
         return self._work.hold(nbytes // kind.itemsize if whole else nbytes, dtype=kind if whole else np.dtype(np.uint8))
 
 
-def _copy(storage: Any, target: Array) -> None:
-    view(target).view(torch.uint8).copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+def _copy(rank: int, storage: Any, array: Array) -> None:
+    same_on_every_rank(rank, storage.nbytes() <= array[rank].nbytes, True)
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    view(array[rank]).view(torch.uint8)[: len(flat)].copy_(flat)
 
 
 def same_on_every_rank(rank: int, got: object, first: object) -> None:
     """Refuse what has other shapes on one rank than on the first."""
     if got != first:
         raise ValueError(
-            f"TorchModel: what a unit computes must have the same shapes on every rank; on rank {rank} they "
-            f"are {got}, on the first {first}. Shapes that depend on values cannot be rows of one array."
+            f"TorchModel: what a unit computes must have the same shapes on every rank, but for its rows; on rank "
+            f"{rank} they are others. Shapes that depend on values cannot be rows of one array."
         )

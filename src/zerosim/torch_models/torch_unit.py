@@ -19,13 +19,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from zerosim.bands import Array
 from zerosim.layers import Flat, Pass, Role, Turn
+from zerosim.ranks import Workspace
 from zerosim.torch_models.draws import seed_of, seeded
 from zerosim.torch_models.execution import Executor, overwritten
 from zerosim.torch_models.groups import Part
 from zerosim.torch_models.layering import Layering, LayerPlan
 from zerosim.torch_models.op_counters import counting
 from zerosim.torch_models.saved_tensors import SavedTensors
-from zerosim.torch_models.tensors import Carried, Gradients, Held, drop, row, store, view
+from zerosim.torch_models.tensors import Batch, Carried, Held, drop, row, store, view
 
 Flats = list[Array]
 
@@ -37,7 +38,7 @@ class Work:
     executor: Executor
     compute: Any
     seed: int
-    layerings: Callable[[Array], Layering]
+    layerings: Callable[[int], Layering]
 
 
 @dataclass
@@ -58,49 +59,53 @@ class TorchUnit:
         self.number, self.parts, self._with = number, tuple(parts), work
 
     def forward(self, x: Shaped[Array, "R ..."] | Carried, given: Pass) -> tuple[Any, Any]:
-        came = x if isinstance(x, Carried) else Carried(self._with.layerings(x), x, {}, {})
-        program, plan = came.layering.program, came.layering.layers[self.number]
-        flats, held, graphs, operations = _flats(given.params), Held(given.work), [], 0
-        turn = given.turn or Turn(range(len(came.batch)), 0, 0)
-        for rank, who in enumerate(turn.ranks):
+        came = x if isinstance(x, Carried) else self._begun(x, given.work)
+        batch, graphs, operations = came.batch, dict[int, _Graph](), 0
+        flats, held = _flats(given.params), Held(given.work)
+        turn = given.turn or Turn(range(len(batch.rows)), 0, 0)
+        for rank in batch.turns:
+            first = rank == batch.turns[0]
+            program, plan = batch.layering(rank).program, batch.layering(rank).layers[self.number]
             memory = came.memory((*plan.inputs, *plan.ins), rank)
             own = self._tensors(flats, rank)
             there: dict[Hashable, torch.Tensor] = {**own, **_named(memory)}
-            anew = {name for name in own if name in program.assigned}
-            own.update((name, own[name].clone()) for name in anew)
-            seed = seed_of(self._with.seed, who, turn.step, turn.micro_batch, self.number)
+            own.update((name, own[name].clone()) for name in list(own) if name in program.assigned)
+            seed = seed_of(self._with.seed, turn.ranks[rank], turn.step, turn.micro_batch, self.number)
             saved = SavedTensors(there)
-            with seeded(seed), counting(rank) as flops, saved.recording():
+            with seeded(seed), counting(first) as flops, saved.recording():
                 leaves, outs, assigned = self._with.executor.run(program, plan, memory, own)
-            if rank == 0:
-                self._check_unwritten(flats, own)
+            if first:
+                self._check_unwritten(flats, rank, own)
             operations += flops()
-            handed = {number: outs[index] for index in plan.outs if (number := program.tensors[index].store) in plan.holds}
+            stores = {program.tensors[index].store: outs[index] for index in plan.outs}
+            handed = {number: stores[number] for number in plan.holds}
             kept = saved.finish(_named(handed))
-            held.take(rank, program.stores, handed)
+            held.take(rank, handed)
             held.keep(rank, kept)
             for name, tensor in assigned.items():
                 there[name].copy_(tensor)
-            graphs.append(
-                _Graph(
-                    saved,
-                    {index: get_gradient_edge(tensor) for index, tensor in outs.items() if tensor.requires_grad},
-                    {index: get_gradient_edge(tensor) for index, tensor in leaves.items() if tensor.requires_grad},
-                    {name: get_gradient_edge(tensor) for name, tensor in own.items() if tensor.requires_grad},
-                )
-            )
+            graphs[rank] = _Graph(saved, *(_edges(some) for some in (outs, leaves, own)))
             for leaf in (*leaves.values(), *own.values()):
                 drop(leaf)
         given.work.flops(operations)
         return came.and_then(held.arrays), (came, held, graphs)
 
+    def _begun(self, x: Shaped[Array, "R ..."], work: Workspace) -> Carried:
+        """What the first layer is handed: of each rank its rows of x."""
+        rows = [x.shape[1]] * len(x) if work.rows is None else list(work.rows)
+        return Carried(Batch(x, rows, self._with.layerings), {}, {})
+
     def backward(self, saved: Any, dy: Any, given: Pass) -> Any:
-        (came, held, graphs), work = saved, given.work
-        plan = came.layering.layers[self.number]
-        flats, pending, operations = _flats(given.params), dy, 0
+        (came, held, graphs), work, pending, operations = saved, given.work, dy, 0
+        flats, batch = _flats(given.params), came.batch
         targets = given.grads if isinstance(given.grads, list) else [given.grads]
         under_way = pending.indices  # before any rank adds to them
-        for rank, graph in enumerate(graphs):
+        for rank in range(len(batch.rows)):
+            if rank not in graphs:
+                self._store({}, targets, rank)
+        for rank, graph in graphs.items():
+            first = rank == batch.turns[0]
+            plan = batch.layering(rank).layers[self.number]
             inputs = [*graph.leaves.values(), *graph.own.values()]
             found: Sequence[Any] = [None] * len(inputs)
             ends = [index for index in graph.ends if index in under_way]
@@ -109,24 +114,25 @@ class TorchUnit:
                 roots = {index: graph.ends[index] for index in ends}
                 roots |= {index: edge for index, edge in graph.leaves.items() if index in under_way}
                 graph.saved.sources = self._sources(came, plan, held, flats, rank)
-                with counting(rank) as flops:
+                with counting(first) as flops:
                     dys = [pending.of(index, rank) for index in roots]
                     found = torch.autograd.grad(list(roots.values()), inputs, dys, allow_unused=True)
                 operations += flops()
                 graph.saved.sources = {}
-            for_leaves = zip(graph.leaves, found, strict=False)
-            pending.put(rank, {index: grad for index, grad in for_leaves if grad is not None}, work)
-            grads = dict(zip(graph.own, found[len(graph.leaves) :], strict=True))
-            self._store(grads, targets, rank)
+            for_leaves = {index: grad for index, grad in zip(graph.leaves, found, strict=False) if grad is not None}
+            pending.put(rank, for_leaves, work, first=first)
+            self._store(dict(zip(graph.own, found[len(graph.leaves) :], strict=True)), targets, rank)
         work.flops(operations)
         held.free()
-        pending.free(plan.outs, work)
+        outs = [batch.layering(rank).layers[self.number].outs for rank in batch.turns[:1]]
+        pending.free([index for some in outs for index in some], work)
         return pending
 
     @staticmethod
     def reads(saved: Any) -> dict[str, int]:
         """How often the first rank's forward has read each parameter, by the edges of autograd's graph."""
-        [_, _, [graph, *_]] = saved
+        _, _, graphs = saved
+        graph = graphs[0]
         names = {edge.node: name for name, edge in graph.own.items()}
         counts = dict.fromkeys(graph.own, 0)
         seen, todo = set(), [edge.node for edge in graph.ends.values()]
@@ -157,7 +163,7 @@ class TorchUnit:
             start = 0
             for slot in part.slots:
                 stop = start + prod(slot.shape)
-                store(grads[slot.name], view(target[rank, start:stop]))
+                store(grads.get(slot.name), view(target[rank, start:stop]))
                 start = stop
 
     def _tensors(self, flats: Flats, rank: int) -> dict[str, torch.Tensor]:
@@ -177,9 +183,9 @@ class TorchUnit:
                 start = stop
         return found
 
-    def _check_unwritten(self, flats: Flats, own: Mapping[str, torch.Tensor]) -> None:
+    def _check_unwritten(self, flats: Flats, rank: int, own: Mapping[str, torch.Tensor]) -> None:
         """Refuse a run that has written to a parameter by whatever way: what it computed with is what it was given."""
-        fresh = self._tensors(flats, 0)
+        fresh = self._tensors(flats, rank)
         for slot in (slot for part in self.parts if part.group.role is not Role.BUFFER for slot in part.slots):
             if not _same(own[slot.name], fresh[slot.name]):
                 raise overwritten(self.name, slot.name)
@@ -187,6 +193,11 @@ class TorchUnit:
 
 def _flats(params: Flat) -> Flats:
     return params if isinstance(params, list) else [params]
+
+
+def _edges(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, Any]:
+    """Where autograd knows those that have gradients."""
+    return {name: get_gradient_edge(tensor) for name, tensor in tensors.items() if tensor.requires_grad}
 
 
 def _named(memory: Mapping[int, torch.Tensor]) -> dict[Hashable, torch.Tensor]:
