@@ -62,7 +62,8 @@ def read_example(inputs: Any, compute: Any) -> Example:
         given = torch.as_tensor(leaf).detach().to("cpu")
         if given.dim() == 0 or 0 in given.shape:
             raise ValueError(
-                f"TorchModel(inputs): the first axis of every tensor is the rows, one or more; got shape {list(given.shape)}."
+                f"TorchModel(inputs): the first axis of every tensor is the rows, one or more; got shape "
+                f"{list(given.shape)}."
             )
         return given.to(compute if given.is_floating_point() else given.dtype, copy=True).contiguous()
 
@@ -118,7 +119,9 @@ def _targets(batch: Sequence[tuple[Any, Any]], pairs: Sequence[tuple[list[Array]
     form = batch[0][1]
     names = list(form) if isinstance(form, Mapping) else list(map(str, range(len(pairs[0][1]))))
     stacked = {name: np.stack([pair[1][number] for pair in pairs]) for number, name in enumerate(names)}
-    whole = {name: each.astype(np.int64, copy=False) if each.dtype.kind in "iu" else each for name, each in stacked.items()}
+    whole = {
+        name: each.astype(np.int64, copy=False) if each.dtype.kind in "iu" else each for name, each in stacked.items()
+    }
     return _one(whole, alone=not isinstance(form, (Mapping, tuple)))
 
 
@@ -144,14 +147,19 @@ def _pair(rank: int, pair: Any, example: Example) -> tuple[list[Array], list[Arr
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(f"step(batch): rank {rank} needs a pair (x, target); got {type(pair).__name__}.")
     args, kwargs = arguments(pair[0])
-    names = [name for name, leaf in example.kwargs.items() if isinstance(leaf, torch.Tensor)]
     places = [place for place, leaf in enumerate(example.args) if isinstance(leaf, torch.Tensor)]
-    given: list[Any] = [args[place] for place in places if place < len(args)]
-    given += [kwargs[name] for name in names if name in kwargs]
-    if len(given) != len(example.tensors):
+    names = [name for name, leaf in example.kwargs.items() if isinstance(leaf, torch.Tensor)]
+    alike = len(args) in (len(places), len(example.args)) and set(names) <= set(kwargs) <= set(example.kwargs)
+    if not alike:
+        wanted, got = ", ".join(names), ", ".join(map(str, kwargs))
         raise ValueError(
-            f"step(batch): x of rank {rank} needs {len(example.tensors)} tensors, like the example; got {len(given)}."
+            f"step(batch): x of rank {rank} must be what the example was: {len(places)} tensors in order"
+            f"{f' and {wanted} by name' if names else ''}; got {len(args)}{f' and {got}' if kwargs else ''}."
         )
+    given = [
+        *(args if len(args) == len(places) else (args[place] for place in places)),
+        *(kwargs[name] for name in names),
+    ]
     xs = [_array(f"step(batch): x of rank {rank}", each) for each in given]
     return xs, [_array(f"step(batch): target of rank {rank}", each) for each in _leaves(pair[1])]
 
@@ -169,8 +177,8 @@ def _like(x: Array, example: torch.Tensor, compute: Any, vocabulary: int | None)
     shape, whole = tuple(example.shape[1:]), not example.is_floating_point()
     if x.shape[2:] != shape or (x.dtype.kind in "iub") != whole:
         raise ValueError(
-            f"step(batch): x must be {'integers' if whole else 'float32'} of shape [B{''.join(f', {side}' for side in shape)}]"
-            f", like the example; got {x.dtype} {list(x.shape[1:])}."
+            f"step(batch): x must be {'integers' if whole else 'float32'} of shape "
+            f"[{', '.join(map(str, ('B', *shape)))}], like the example; got {x.dtype} {list(x.shape[1:])}."
         )
     if vocabulary is not None and not 0 <= x.min() <= x.max() < vocabulary:
         raise ValueError(f"step(batch): tokens must be of 0 to {vocabulary - 1}; got {x.min()} to {x.max()}.")
@@ -179,7 +187,9 @@ def _like(x: Array, example: torch.Tensor, compute: Any, vocabulary: int | None)
 
 def _check(what: str, array: Any, first: Any, x: Any) -> None:
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{what} is a masked array, and its mask would be ignored. Pass an array, filled as it should be.")
+        raise TypeError(
+            f"{what} is a masked array, and its mask would be ignored. Pass an array, filled as it should be."
+        )
     if array.dtype.kind not in "iub" and array.dtype != FP32:
         raise TypeError(f"{what} must be integers, booleans or float32; got {array.dtype}. Use astype, or float().")
     if array.ndim < 1 or array.size == 0 or array.shape[0] != x.shape[0]:

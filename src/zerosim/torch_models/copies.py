@@ -29,7 +29,7 @@ def without_states(module: torch.nn.Module, dtype: Any) -> torch.nn.Module:
 
 def on_meta(module: torch.nn.Module, dtype: Any) -> torch.nn.Module:
     """A copy on the meta device, parameters in ``dtype``, all else in its own. Nothing is allocated."""
-    
+
     def other(tensor: torch.Tensor) -> torch.Tensor:
         return to_meta(tensor, tensor.dtype)
 

@@ -6,7 +6,7 @@ know ranks, ledgers, or where the memory comes from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ class Executor:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self._attributes = {
+            (path, name): value
+            for path, each in module.named_modules()
+            for name, value in vars(each).items()
+            if isinstance(value, torch.Tensor)
+        }
         self._names = slots_of(module)
         self._places: dict[str, list[tuple[str, str]]] = {}  # by a unit's path: each name there, and the slot's
 
@@ -57,7 +63,9 @@ class Executor:
                         values[read_outside[slot]] = own[slot]
             return answer
 
-        versions = [(name, tensor, tensor._version) for name, tensor in (*leaves.items(), *own.items())]
+        versions: list[tuple[Any, torch.Tensor, int]] = [
+            (name, tensor, tensor._version) for name, tensor in (*leaves.items(), *own.items())
+        ]
         with torch.enable_grad():
             run(layer.ops, values, call)
         for name, tensor, version in versions:
@@ -66,6 +74,14 @@ class Executor:
         for name, index in layer.assigns.items():
             assigned[name] = values[index]
         return leaves, {index: values[index] for index in layer.outs}, assigned
+
+    def constants(self, program: Program, layer: LayerPlan) -> dict[Hashable, torch.Tensor]:
+        """Tensors that are there whatever happens, and so are never kept: a module's own that are no buffers, a mask say."""
+        found: dict[Hashable, torch.Tensor] = {("attribute", *key): each for key, each in self._attributes.items()}
+        for index in layer.constants:
+            number = program.tensors[index].store
+            found["memory", number] = program.stores[number].constant
+        return found
 
     def _placed(self, path: str, module: torch.nn.Module) -> list[tuple[str, str]]:
         if path not in self._places:

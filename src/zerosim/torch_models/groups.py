@@ -41,7 +41,9 @@ def grouped(layering: Layering, module: torch.nn.Module) -> list[list[Part]]:
     A parameter that the forward never uses is refused with ValueError; a buffer goes to the first layer.
     """
     slots = slots_of(module)
-    names = {path: [slots[id(own)].name for *_, own in local_names(module.get_submodule(path))] for path in _paths(layering)}
+    names = {
+        path: [slots[id(own)].name for *_, own in local_names(module.get_submodule(path))] for path in _paths(layering)
+    }
     uses = {slot.name: _Use() for slot in slots.values()}
     for layer in layering.layers:
         for name, owner in _used(layer, layering, names, type(module).__name__).items():
@@ -82,9 +84,7 @@ def _used(layer: LayerPlan, layering: Layering, names: Mapping[str, Sequence[str
     return used
 
 
-def _parts(
-    key: tuple[str, ...], slots: Sequence[Slot], uses: Mapping[str, _Use], made: dict[Any, Part]
-) -> list[Part]:
+def _parts(key: tuple[str, ...], slots: Sequence[Slot], uses: Mapping[str, _Use], made: dict[Any, Part]) -> list[Part]:
     """The parts of a layer: of those that others have, too, the same as theirs."""
     apart: dict[Any, list[Slot]] = {}
     for slot in slots:
@@ -98,5 +98,7 @@ def _parts(
             role, dtype = _ROLES[which[0]], numpy_dtype(which[3]) if which[3] else None
             title = " + ".join(dict.fromkeys(owner for slot in apart[which] for owner in uses[slot.name].names))
             title += _SUFFIX[role] + (f" {dtype}" if dtype else "")
-            made[which] = Part(Group(title, tuple(slot.shape for slot in apart[which]), role, dtype), tuple(apart[which]))
+            made[which] = Part(
+                Group(title, tuple(slot.shape for slot in apart[which]), role, dtype), tuple(apart[which])
+            )
     return [made[which] for which in sorted(apart)]

@@ -149,8 +149,8 @@ def _joins(program: Program, place: Sequence[int], names: Sequence[str]) -> list
             continue
         if index in program.returns:
             raise ValueError(
-                f"TorchModel(module): the module returns {slot.name} itself, or a part of it, which the loss would have "
-                f"to gather again. Compute with it in the forward pass, or return a copy."
+                f"TorchModel(module): the module returns {slot.name} itself, or a part of it, which the loss would "
+                f"have to gather again. Compute with it in the forward pass, or return a copy."
             )
         if known.kind is Kind.MADE and last_use.get(index, -1) > place[known.op]:
             first, last = place[known.op], last_use[index]
@@ -191,13 +191,15 @@ def _layers(program: Program, owner: Sequence[int], names: Sequence[str]) -> lis
         layer.outs = [index for index in made if last.get(index, -1) > own[-1] or index in program.returns]
         stores = dict.fromkeys(program.tensors[index].store for index in layer.outs)
         layer.holds = [
-            each for each in stores if program.stores[each].kind is Kind.MADE and owner[program.stores[each].op] == start
+            each
+            for each in stores
+            if program.stores[each].kind is Kind.MADE and owner[program.stores[each].op] == start
         ]
-        for name, index in program.assigned.items():
-            if index is not None and layer_of.get(index, owner[0]) == start:
-                layer.assigns[name] = index
-                if index not in layer_of and index not in places[program.tensors[index].kind]:
-                    places[program.tensors[index].kind].append(index)
+        for name, value in program.assigned.items():
+            if value is not None and layer_of.get(value, owner[0]) == start:
+                layer.assigns[name] = value
+                if value not in layer_of and value not in places[program.tensors[value].kind]:
+                    places[program.tensors[value].kind].append(value)
         stay = {*layer.outs, *layer.assigns.values()}
         for number in own:
             op = program.ops[number]

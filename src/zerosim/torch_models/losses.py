@@ -111,6 +111,6 @@ def check_value(call: str, value: Any, leaves: Iterable[torch.Tensor]) -> None:
         if hasattr(node, "variable") and id(node.variable) not in known:
             raise ValueError(
                 f"{call}(loss): depends on a tensor of shape {list(node.variable.shape)} with gradients that is no "
-                f"output, a parameter say, and they would be lost. Compute with it in the module, and return the result."
+                f"output, a parameter say, and they would be lost. Compute with it in the module and return that."
             )
         todo += [following for following, _ in node.next_functions]

@@ -6,7 +6,7 @@ its backward sends gradients. Layers that do the same are measured once. Must no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -24,7 +24,7 @@ from zerosim.torch_models.program import Kind, Known, Ref, tensors
 from zerosim.torch_models.saved_tensors import Kept, SavedTensors, total
 from zerosim.torch_models.tensors import extent
 from zerosim.torch_models.units import numpy_dtype
-from zerosim.worlds.shapes import Feed, Tensor, UnitShapes
+from zerosim.worlds.model_shapes import Feed, Tensor, UnitShapes
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], Any]
 """How a gradient lies in memory: size, strides and dtype."""
@@ -53,7 +53,7 @@ class _Measured:
 
 def kernels_of(kernels: str) -> tuple[Any, ...]:
     """The settings under which a module runs without values: as on a GPU, or as the simulator's CPU has it."""
-    return torch.device("meta"), torch.enable_grad(), *([Fused()] if kernels == "gpu" else [])
+    return torch.device("meta"), torch.enable_grad(), Fused(kernels)
 
 
 class MetaRun:
@@ -134,8 +134,9 @@ class MetaRun:
             for part in parts
             for slot in part.slots
         }  # fmt: skip
-        there = {("memory", number): each for number, each in memory.items()}
+        there: dict[Any, torch.Tensor] = {("memory", number): each for number, each in memory.items()}
         there |= {name: each for name, each in own.items() if name not in program.assigned}
+        there |= self._executor.constants(program, layer)
         with ExitStack() as stack:
             for context in kernels_of(self._kernels):
                 stack.enter_context(context)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 
@@ -27,12 +26,12 @@ from zerosim.torch_models.layering import Layering
 from zerosim.torch_models.losses import Loss, RankLoss, cross_entropy
 from zerosim.torch_models.planning import Decisions, failed, planned
 from zerosim.torch_models.profile import DTYPES, measured
-from zerosim.torch_models.program import Kind, Ref
+from zerosim.torch_models.program import Kind
 from zerosim.torch_models.tensors import Carried, Gradients
 from zerosim.torch_models.torch_unit import TorchUnit, Work
 from zerosim.torch_models.units import Wrap, blocks, check_dtypes, check_hooks, slots_of
 from zerosim.util.arguments import integer, one_of
-from zerosim.worlds.shapes import ModelShapes
+from zerosim.worlds.model_shapes import ModelShapes
 
 __all__ = ["TorchModel", "from_torch"]
 
@@ -202,9 +201,7 @@ class TorchModel:
         """One (x [B, ...], target [B, ...]) per rank, x like the example but for B, which is the same everywhere."""
         return check_batch(batch, ranks, self._example, self._compute, self._vocabularies())
 
-    def loss(
-        self, y: Carried, target: Shaped[Array, "R ..."], work: Workspace
-    ) -> tuple[Float[Array, "R"], Gradients]:
+    def loss(self, y: Carried, target: Shaped[Array, "R ..."], work: Workspace) -> tuple[Float[Array, "R"], Gradients]:
         """Each rank's loss [R] and the gradients of what the module returns, held. Frees ``target``."""
         return self._loss(y, target, work)
 
@@ -228,10 +225,10 @@ class TorchModel:
         program = self._layerings[self._example.rows].program
         found: dict[int, int] = {}
         for op in program.ops:
-            module = None if op.unit is None else self._bare.get_submodule(op.unit.path)
-            for leaf in op.leaves if isinstance(module, torch.nn.Embedding) else ():
-                if isinstance(leaf, Ref) and program.tensors[leaf.index].kind is Kind.INPUT:
-                    found[program.stores[program.tensors[leaf.index].store].input] = module.num_embeddings
+            module: Any = None if op.unit is None else self._bare.get_submodule(op.unit.path)
+            for index in op.takes if isinstance(module, torch.nn.Embedding) else ():
+                if program.tensors[index].kind is Kind.INPUT:
+                    found[program.stores[program.tensors[index].store].input] = module.num_embeddings
         return found
 
 

@@ -22,7 +22,7 @@ from zerosim.torch_models.planning import Decisions, failed, planned
 from zerosim.torch_models.program import tensors
 from zerosim.torch_models.units import Wrap, blocks
 from zerosim.util.arguments import one_of
-from zerosim.worlds.shapes import GroupShapes, ModelShapes
+from zerosim.worlds.model_shapes import GroupShapes, ModelShapes
 
 CHECKPOINTS = ("none", "full", "selective")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

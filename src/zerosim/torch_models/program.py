@@ -17,14 +17,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from zerosim.layers import Role
 from zerosim.torch_models.units import Slot, Unit
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
-PLAIN += (torch.memory_format, torch.Generator, type(Ellipsis), slice, range, type, StrEnum)
-
-
+PLAIN: tuple[Any, ...] = (
+    type(None), bool, int, float, complex, str, bytes, slice, range, type, type(Ellipsis), StrEnum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
+)  # fmt: skip
+"""What an argument may be besides a tensor, for nobody can change it from call to call."""
 NOBODY = Slot("", Role.BUFFER, (), None)
 
 
-class Ref(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ref:
     """In an operation's arguments, in place of a tensor: its place among the program's."""
 
     index: int
@@ -79,7 +81,7 @@ class Op:
     ``trace`` what torch did in it, with the shapes that came of it.
     """
 
-    function: Callable[..., Any] | None
+    function: Any  # None if it is a call
     unit: Unit | None
     leaves: list[Any]
     spec: TreeSpec
@@ -155,7 +157,7 @@ def run(ops: Sequence[tuple[Op, Sequence[int]]], values: dict[int, torch.Tensor]
     for op, dead in ops:
         args, kwargs = tree_unflatten(_filled(op.leaves, values), op.spec)
         with torch.set_grad_enabled(op.grad):
-            answer = call(op.unit, args, kwargs) if op.function is None else op.function(*args, **kwargs)
+            answer = op.function(*args, **kwargs) if op.unit is None else call(op.unit, args, kwargs)
         if op.results:
             for leaf, index in zip(tree_flatten(answer)[0], op.results, strict=True):
                 if index is not None:

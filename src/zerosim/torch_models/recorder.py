@@ -1,13 +1,11 @@
 """Recording what a torch module does around its units, operation by operation, while it runs.
 
-Owns the two modes that watch: one sees the functions that are called, above autograd, so that
-they can be called again; the other, below it, sees whose memory each operation writes to. Says
-which module does what cannot be repeated. Must not know layers or ranks.
+Owns the mode that sees which functions are called, above autograd, so that they can be called
+again. Says which module does what cannot be repeated. Must not know layers or ranks.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -15,22 +13,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from zerosim.torch_models.intercept import Run, intercepted, map_tensors
-from zerosim.torch_models.program import PLAIN, Kind, Known, Op, Program, Ref, Store, Write, tensors
+from zerosim.torch_models.program import PLAIN, Kind, Known, Op, Program, Ref, Store, tensors
 from zerosim.torch_models.units import Unit, slots_of
+from zerosim.torch_models.writes import Writes
 
-_FACTS = """shape dtype device layout ndim requires_grad is_leaf is_meta is_cuda is_sparse is_quantized is_nested itemsize
+_FACTS = """
+    shape dtype device layout ndim requires_grad is_leaf is_meta is_cuda is_sparse is_quantized is_nested itemsize
     nbytes grad_fn is_cpu is_mps is_xpu name size dim numel nelement stride storage_offset element_size is_contiguous
     is_floating_point is_complex is_signed is_conj is_neg is_inference is_same_size get_device type __len__ ndimension
     broadcast_shapes result_type promote_types can_cast _is_view is_pinned is_shared is_coalesced dim_order
-    _set_grad_enabled is_tensor is_storage is_distributed""".split()
-"""What says nothing of a tensor's values."""
-_REFUSED = """register_hook retain_grad backward grad requires_grad_ set_ resize_ resize_as_ share_memory_ is_set_to
-    register_post_accumulate_grad_hook swap_tensors detach_ _make_subclass as_subclass __deepcopy__""".split()
-"""What changes how gradients go, or whose memory a tensor is on."""
+    _set_grad_enabled is_tensor is_storage is_distributed
+"""
+"""Functions and properties that say nothing of a tensor's values."""
+_REFUSED = """
+    register_hook retain_grad backward grad requires_grad_ set_ resize_ resize_as_ share_memory_ is_set_to detach_
+    register_post_accumulate_grad_hook swap_tensors _make_subclass as_subclass __deepcopy__
+"""
+"""Those that change how gradients go, or whose memory a tensor is on."""
 
 
 class Unrepeatable(Exception):
@@ -76,7 +78,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         self._assigned: dict[str, int | None] = {}
         self._inside = False  # an operation, or a unit
         self._path = ""  # of the innermost container that runs
-        self._writes = _Writes()
+        self._writes = Writes()
         for tensor in tensors((args, kwargs)):
             self._store(tensor, Kind.INPUT, input=len(self._stores))
             self._add(tensor, Kind.INPUT)
@@ -94,8 +96,16 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         inside = {id(each) for _, unit in modules for each in unit.modules()}
         around = [(path, each) for path, each in module.named_modules() if id(each) not in inside]
         buffers = [(each, name, own) for _, each in around for name, own in each._buffers.items()]
-        with torch.enable_grad(), self._writes, intercepted(modules, self._call), intercepted(around, self._enter), self:
-            args, kwargs = map_tensors(lambda given: given.clone() if self._index[id(given)] in fresh else given, (args, kwargs))
+        with (
+            torch.enable_grad(),
+            self._writes,
+            intercepted(modules, self._call),
+            intercepted(around, self._enter),
+            self,
+        ):
+            args, kwargs = map_tensors(
+                lambda given: given.clone() if self._index[id(given)] in fresh else given, (args, kwargs)
+            )
             output = module(*args, **kwargs)
         leaves, spec = tree_flatten(shown(output))
         returned = [self._ref(leaf) if isinstance(leaf, torch.Tensor) else _kept(leaf) for leaf in leaves]
@@ -161,9 +171,9 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         name = func.__name__
         if name in ("__get__", "__set__"):
             name = func.__self__.__name__ if name == "__get__" else "assigning " + func.__self__.__name__
-        if name in _REFUSED or name.startswith("assigning "):
+        if name in _REFUSED.split() or name.startswith("assigning "):
             raise Unrepeatable(self._path, f"uses {name} between its modules")
-        if name in _FACTS:
+        if name in _FACTS.split():
             return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             raise Unrepeatable(self._path, "computes under autocast between its modules")
@@ -204,7 +214,9 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         index = self._index.get(id(tensor))
         if index is None:
             if tensor.grad_fn is not None:
-                raise Unrepeatable(self._path, "uses a tensor whose history was not seen, as of torch.autograd.Function")
+                raise Unrepeatable(
+                    self._path, "uses a tensor whose history was not seen, as of torch.autograd.Function"
+                )
             if tensor.layout is not torch.strided:
                 raise Unrepeatable(self._path, f"uses a tensor whose layout is {tensor.layout}")
             if tensor.untyped_storage()._cdata not in self._memory:
@@ -250,55 +262,6 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
             known = self._tensors[self._index[id(tensor)]]
             known.requires_grad = tensor.requires_grad
             known.offset, known.size, known.stride = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-
-
-class _Writes(TorchDispatchMode):  # type: ignore[misc]
-    """Which operations write to memory that they have not made themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: dict[int, int] = {}  # stores that were there before, by the storage
-        self.now = self.call = -1  # the operation, and how many units have been called
-        self.seen: list[Write] = []
-        self.trace: list[Any] = []  # of the operation: what was done, and the shapes and dtypes that came of it
-        self._made: dict[int, tuple[int, int, Any]] = {}  # by the storage: when, as above, and a reference to it
-        self._writing: set[int] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to exclude it from being compiled would load the compiler: seconds."""
-        return False
-
-    def wrote(self, op: int) -> bool:
-        """Whether the operation wrote to anything that it had not made."""
-        return op in self._writing
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                for tensor in tensors(given):
-                    self._write(tensor)
-        out = func(*args, **kwargs)
-        made = list(tensors(out))
-        self.trace.append((func, *((tensor.shape, tensor.dtype) for tensor in made)))
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._made and key not in self.given:
-                gone = weakref.ref(storage, lambda _, key=key: self._made.pop(key, None))
-                self._made[key] = self.now, self.call, gone
-        return out
-
-    def _write(self, tensor: torch.Tensor) -> None:
-        key = tensor.untyped_storage()._cdata
-        made, call, _ = self._made.get(key, (None, -1, None))
-        if made == self.now:
-            return
-        self._writing.add(self.now)
-        if made is None or call != self.call:
-            self.seen.append(Write(self.now, self.given.get(key), made, tuple(tensor.shape)))
 
 
 def shown(output: Any) -> Any:

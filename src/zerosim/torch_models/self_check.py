@@ -32,6 +32,7 @@ from zerosim.torch_models.tensors import Gradients, array_of, packed, view
 from zerosim.torch_models.torch_unit import TorchUnit
 from zerosim.torch_models.units import numpy_dtype, slots_of
 
+
 def as_a_whole(
     module: torch.nn.Module, layering: Layering, example: Example, seed: int
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
@@ -45,13 +46,15 @@ def as_a_whole(
     for name, own in module.named_buffers():
         own.data.copy_(buffers[name])
     second = _forward(module, layering, example, seed)
-    changed = [".".join(filter(None, key)) for key, value in _attributes(module).items() if remembered.get(key) != value]
+    changed = [
+        ".".join(filter(None, key)) for key, value in _attributes(module).items() if remembered.get(key) != value
+    ]
     if changed or any(not _alike(one, other) for one, other in zip(first, second, strict=True)):
         does = f"changes {changed[0]}" if changed else "returns something else"
         raise ValueError(
             f"TorchModel(module): {type(module).__name__} {does} when it is called again on the same input: it "
-            f"remembers its calls, or draws random numbers otherwise than with torch, and no rank or stage could do the "
-            f"same again. Keep what it remembers in a buffer, and draw with torch."
+            f"remembers its calls, or draws random numbers otherwise than with torch, and no rank or stage could do "
+            f"the same again. Keep what it remembers in a buffer, and draw with torch."
         )
     ends = [each for each in second if each.requires_grad]
     if not ends:
@@ -60,7 +63,8 @@ def as_a_whole(
     grads = torch.autograd.grad(ends, own, list(map(_slope, ends)), allow_unused=True)
     if any(grad is not None and grad.layout is not torch.strided for grad in grads):
         raise ValueError(
-            "TorchModel(module): a gradient is sparse, which no flat buffer can hold. Make the embedding with sparse=False."
+            "TorchModel(module): a gradient is sparse, which no flat buffer can hold. Make the embedding with "
+            "sparse=False."
         )
     return second, {slots[id(each)].name: grad for each, grad in zip(own, grads, strict=True)}
 
@@ -69,7 +73,7 @@ def _forward(module: torch.nn.Module, layering: Layering, example: Example, seed
     """The outputs, with random numbers as if it had been run layer by layer."""
     starts = {layer.calls.start: number for number, layer in enumerate(layering.layers)}
     paths = dict.fromkeys(unit.path for layer in layering.layers for unit in layer.units)
-    calls = -1
+    calls, inside = -1, False
 
     def call(path: str, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal calls, inside
@@ -84,7 +88,6 @@ def _forward(module: torch.nn.Module, layering: Layering, example: Example, seed
         finally:
             inside = False
 
-    inside = False
     args, kwargs = map_tensors(lambda given: given.clone(), (example.args, example.kwargs))
     modules = [(path, module.get_submodule(path)) for path in paths]
     with seeded(seed_of(seed, 0, 0, 0, 0)), torch.enable_grad(), intercepted(modules, call):
@@ -111,7 +114,11 @@ class LayerByLayer:
 
 
 def layer_by_layer(
-    layers: Sequence[TorchUnit], layering: Layering, example: Example, values: Mapping[Group, torch.Tensor], compute: Any
+    layers: Sequence[TorchUnit],
+    layering: Layering,
+    example: Example,
+    values: Mapping[Group, torch.Tensor],
+    compute: Any,
 ) -> LayerByLayer:
     """Run the layers on the example, forward and backward. Mismatch if one keeps what is not in the ledger."""
     kind = numpy_dtype(compute)
@@ -125,7 +132,7 @@ def layer_by_layer(
     x: Any = arrays[0] if len(arrays) == 1 else packed({str(number): each for number, each in enumerate(arrays)})
     saved, reads = [], Counter[tuple[str, int]]()
     for layer in layers:
-        with Watch(()) as watch:
+        with Watch(layer.constants(layering)) as watch:
             x, kept = layer.forward(x, Pass([flats[group] for group in layer.groups], work))
         if watch.now and gc.collect() >= 0 and watch.now:
             raise Mismatch(
@@ -174,9 +181,7 @@ def read_again(found: LayerByLayer, layering: Layering) -> list[tuple[int, int, 
     return joined
 
 
-def compare(
-    whole: tuple[list[torch.Tensor], dict[str, torch.Tensor | None]], found: LayerByLayer
-) -> None:
+def compare(whole: tuple[list[torch.Tensor], dict[str, torch.Tensor | None]], found: LayerByLayer) -> None:
     """Mismatch, naming what differs, unless every bit is the same. No gradient is one of zeros."""
     outputs, grads = whole
     for number, (one, other) in enumerate(zip(outputs, found.outputs, strict=True)):

@@ -30,7 +30,7 @@ def view(array: Array) -> torch.Tensor:
 
 def array_of(tensor: torch.Tensor) -> Array:
     """A tensor's values as an array, in the dtype of the same name; on the same memory, if they lie row by row."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy().view(numpy_dtype(tensor.dtype))
+    flat: Array = tensor.detach().reshape(-1).view(torch.uint8).numpy().view(numpy_dtype(tensor.dtype))
     return flat.reshape(tuple(tensor.shape))
 
 
@@ -147,7 +147,7 @@ class _Gradient:
 
 
 class Gradients(_NoArray):
-    """The gradients that are under way, by the tensor of the program that each is of: what layers hand on in the backward.
+    """What layers hand on in the backward: the gradients that are under way, by the tensor that each is of.
 
     They lie in memory as torch has them, so that what reads them adds in the same order.
     """
@@ -257,7 +257,9 @@ class Held:
     def _elements(self, nbytes: int, dtype: Any) -> Array:
         kind = numpy_dtype(dtype)
         whole = nbytes % kind.itemsize == 0
-        return self._work.hold(nbytes // kind.itemsize if whole else nbytes, dtype=kind if whole else np.dtype(np.uint8))
+        return self._work.hold(
+            nbytes // kind.itemsize if whole else nbytes, dtype=kind if whole else np.dtype(np.uint8)
+        )
 
 
 def _copy(rank: int, storage: Any, array: Array) -> None:

@@ -68,7 +68,7 @@ class TorchUnit:
             program, plan = batch.layering(rank).program, batch.layering(rank).layers[self.number]
             memory = came.memory((*plan.inputs, *plan.ins), rank)
             own = self._tensors(flats, rank)
-            there: dict[Hashable, torch.Tensor] = {**own, **_named(memory)}
+            there = {**own, **_named(memory), **self._with.executor.constants(program, plan)}
             own.update((name, own[name].clone()) for name in list(own) if name in program.assigned)
             seed = seed_of(self._with.seed, turn.ranks[rank], turn.step, turn.micro_batch, self.number)
             saved = SavedTensors(there)
@@ -128,6 +128,10 @@ class TorchUnit:
         pending.free([index for some in outs for index in some], work)
         return pending
 
+    def constants(self, layering: Layering) -> list[torch.Tensor]:
+        """What is there whatever happens."""
+        return list(self._with.executor.constants(layering.program, layering.layers[self.number]).values())
+
     @staticmethod
     def reads(saved: Any) -> dict[str, int]:
         """How often the first rank's forward has read each parameter, by the edges of autograd's graph."""
@@ -152,7 +156,9 @@ class TorchUnit:
         self, came: Carried, plan: LayerPlan, held: Held, flats: Flats, rank: int
     ) -> dict[Hashable, torch.Tensor]:
         outs = {number: row(array, rank) for number, array in held.arrays.items()}
+        program = came.batch.layering(rank).program
         return {
+            **self._with.executor.constants(program, plan),
             **self._tensors(flats, rank), **_named(came.memory((*plan.inputs, *plan.ins), rank)), **_named(outs),
             **held.sources(rank),
         }  # fmt: skip
@@ -166,12 +172,12 @@ class TorchUnit:
                 store(grads.get(slot.name), view(target[rank, start:stop]))
                 start = stop
 
-    def _tensors(self, flats: Flats, rank: int) -> dict[str, torch.Tensor]:
+    def _tensors(self, flats: Flats, rank: int) -> dict[Any, torch.Tensor]:
         """One rank's tensors of the module by name: buffers themselves, parameters in registers.
 
         Each starts at an address of its own, in the dtype of the arithmetic, as torch would have it.
         """
-        found: dict[str, torch.Tensor] = {}
+        found: dict[Any, torch.Tensor] = {}
         for flat, part in zip(flats, self.parts, strict=True):
             start = 0
             for slot in part.slots:

@@ -132,8 +132,8 @@ def check_dtypes(slots: Iterable[Slot], compute: Any) -> None:
             short = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(slot.dtype)
             other = f", or compute={short!r}" if short else ""
             raise ValueError(
-                f"TorchModel(module): {slot.name} is {slot.dtype}, and is computed with in {compute}, which would train "
-                f"another model. Pass module.float(){other}."
+                f"TorchModel(module): {slot.name} is {slot.dtype}, and is computed with in {compute}, which would "
+                f"train another model. Pass module.float(){other}."
             )
 
 
