@@ -2,7 +2,8 @@
 
 Each side is a process of its own, all of them on one core, of which they take turns; what counts is the median
 over the turns, and the median of the ratios of neighbouring turns, so that a machine that slows down slows all.
-Times are wall time, as only that is the same thing for one process and for 32: the core should be idle otherwise.
+Times are wall time, as only that is the same thing for one process and for 32: the core should be idle otherwise. On
+a busy one ``--clock cpu`` takes each process's own time, and leaves out those that are several.
 Before anything is timed, all sides have to have trained to the same losses.
 """
 
@@ -33,9 +34,9 @@ from rich.progress import Progress
 
 from cases import CASES, PRECISIONS, SCALE, SCALE_LR, STAGES, Case, Job
 from floor import LR
-from line import THREADS, Side, SideFailed, environment, on_cpu
+from line import CLOCKS, THREADS, Side, SideFailed, environment, on_cpu
 from rivals import FLOOR, ROSTER, ZEROSIM
-from write_tables import BUSY, HERE, NAMES, tables, write_page
+from write_tables import BUSY, HERE, NAMES, beside, recorded, tables, write_page
 from zerosim.records.files import write_whole
 
 TURN = 0.1  # seconds at least: the first step of a turn finds another side's data in the cache
@@ -107,7 +108,7 @@ def measure(case: Case, job: Job, sides: Sequence[Side], tick: Callable[[], None
         name: Timed(median(ms.tolist()), tuple(np.quantile(ms / turns[FLOOR], (0.25, 0.5, 0.75)).tolist()), apart[name])
         for name, ms in turns.items()
     }
-    return Row(case.name, job.scheme, job.ranks, job.params, case.target, timed)
+    return Row(case.name, job.scheme, job.ranks, job.params, job.target(case.name), timed)
 
 
 def steps(precision: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -115,19 +116,34 @@ def steps(precision: str, options: argparse.Namespace, console: Console) -> dict
     rows: list[Row] = []
     versions: dict[str, str] = {}
     for case in (CASES[name] for name in options.cases):
-        wanted = [name for name in options.rivals if case.rivals is None or name in case.rivals]
+        wanted = [
+            name
+            for name in options.rivals
+            if (case.rivals is None or name in case.rivals) and (options.clock == "wall" or ROSTER[name].processes)
+        ]
         names = [FLOOR, ZEROSIM, *wanted]
         needed = len(names) * case.ranks * case.job(options.schemes[0], precision).params * BYTES_PER_PARAMETER
         if needed > psutil.virtual_memory().available:
             console.print(f"{case.name}, {precision}: skipped, too little free memory", markup=False)
             continue
         with ExitStack() as stack, Progress(console=console, transient=True) as progress:
-            sides = [stack.enter_context(Side(name, ROSTER[name].module, cpu=options.cpu)) for name in names]
+            sides = [
+                stack.enter_context(
+                    Side(
+                        name, ROSTER[name].module, cpu=options.cpu, variables=ROSTER[name].environment,
+                        clock=options.clock,
+                    )
+                )
+                for name in names
+            ]  # fmt: skip
             ticks = len(options.schemes) * (len(sides) + case.rounds)
             tick = partial(progress.advance, progress.add_task(f"{case.name}, {precision}", total=ticks))
             rows += [measure(case, case.job(scheme, precision), sides, tick) for scheme in options.schemes]
-            versions |= dict(side.library for side in sides)
-    return {"precision": precision, "versions": versions, "steps": [asdict(row) for row in rows]}
+            for side in sides:
+                versions |= side.libraries
+    return {
+        "precision": precision, "clock": options.clock, "versions": versions, "steps": [asdict(row) for row in rows],
+    }  # fmt: skip
 
 
 def footprint(job: Job, steps: int, cpu: int | None, lr: float = LR) -> dict[str, Any]:
@@ -206,6 +222,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schemes", nargs="+", choices=STAGES, default=list(STAGES), help="default: all")
     parser.add_argument("--rivals", nargs="*", choices=rivals, default=rivals, help="beside the floor; default: all")
     parser.add_argument("--record", action="store_true", help="keep what is found, and write README.md from it")
+    parser.add_argument("--against", choices=["recorded"], help="beside what is kept; 1 if something has become slower")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu for a busy machine; default: wall")
     last = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     parser.add_argument("--cpu", type=int, default=last, help="the core to stay on (Linux; default: the last)")
     parser.add_argument("--profile", choices=STAGES, help="profile this scheme in the first case and part, and stop")
@@ -229,6 +247,7 @@ def main() -> int:
         profile(options)
         return 0
     options.rivals = present(options.rivals, errors)
+    before, slower = recorded() if options.against else {}, False
     for part in options.parts:
         about: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -247,11 +266,16 @@ def main() -> int:
         record = about | {"seconds": seconds} | record | {"versions": versions}
         for line in tables({part: record}):
             console.print(line, markup=False, soft_wrap=True)
+        if part in before and part in PRECISIONS:
+            lines, worse = beside(record, before[part])
+            for line in lines:
+                console.print(line, markup=False, soft_wrap=True)
+            slower = slower or worse
         if options.record:
             write_whole(NAMES[part], json.dumps(record, indent=1).encode() + b"\n")
     if options.record:
         write_page()
-    return 0
+    return int(slower)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from cases import STAGES
 from zerosim.records.files import write_whole
-from zerosim.report.colors import SCHEMES
+from zerosim.report.colors import PLACES
 from zerosim.report.figure_style import INK, headline, legend, styled
 
+SCHEMES = dict(zip(STAGES, PLACES, strict=False))
 CASES = {"mission": "32 ranks of 33,088 parameters", "large": "32 ranks of 6.3 million parameters"}
 
 

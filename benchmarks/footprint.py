@@ -30,7 +30,7 @@ def high_water() -> int | None:
 
 def footprint(job: Job, steps: int, lr: float) -> dict[str, Any]:
     """Train and say what it took. Bytes of the process are over what it had with the batch and before the model."""
-    small = Job(job.scheme, job.precision, (8, 8), 2, 2)
+    small = Job(job.scheme, job.precision, (64, 257), 4, 2)  # large enough for numba, and padded
     scheme(small).step(list(zip(*small.batch(), strict=True)))  # what a first step loads is no rank's
     batch = list(zip(*job.batch(), strict=True))
     before = psutil.Process().memory_info().rss

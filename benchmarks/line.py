@@ -2,8 +2,8 @@
 
 A side is asked, a line at a time, on its standard input, and answers on its standard output:
 
-    train JOB        ->  ready LIBRARY VERSION
-    step K           ->  time SECONDS LOSS ... LOSS       (wall time of K steps, and each one's loss)
+    train JOB        ->  ready LIBRARY VERSION ...
+    step K           ->  time SECONDS CPU LOSS ... LOSS   (of K steps: wall time, time of this process, each one's loss)
 
 It ends when its input ends. It must not know what is trained.
 """
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from cases import Job
 
 HERE = Path(__file__).parent
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+CLOCKS = ("wall", "cpu")
 PATIENCE = 300.0  # seconds for one answer: a minute is the longest that any takes
 
 Trainer = Callable[[int], Sequence[Any]]
@@ -38,11 +39,11 @@ class SideFailed(RuntimeError):
     """A side ended, hung or spoke out of turn."""
 
 
-def serve(build: Callable[[Job], contextlib.AbstractContextManager[Trainer]], library: str) -> None:
+def serve(build: Callable[[Job], contextlib.AbstractContextManager[Trainer]], *libraries: str) -> None:
     """Be a side: train whatever job is asked for, until no more is."""
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # what a library prints is no answer
-        version = importlib.metadata.version(library)
+        versions = [word for library in libraries for word in (library, importlib.metadata.version(library))]
         with contextlib.ExitStack() as job:
             train: Trainer | None = None
             for request in sys.stdin:
@@ -52,12 +53,12 @@ def serve(build: Callable[[Job], contextlib.AbstractContextManager[Trainer]], li
                     job.close()  # and what it held, before the next is built
                     gc.collect()
                     train = job.enter_context(build(Job.decoded(rest)))
-                    print("ready", library, version, file=answers)
+                    print("ready", *versions, file=answers)
                 elif what == "step" and train is not None:
-                    start = time.perf_counter()
+                    start, begun = time.perf_counter(), time.process_time()
                     losses = train(int(rest))
-                    seconds = time.perf_counter() - start
-                    print("time", seconds, *(float(np.mean(loss)) for loss in losses), file=answers)
+                    seconds, cpu = time.perf_counter() - start, time.process_time() - begun
+                    print("time", seconds, cpu, *(float(np.mean(loss)) for loss in losses), file=answers)
                 else:
                     raise ValueError(f"line: expected train JOB, and then step K; got {request!r}.")
 
@@ -65,15 +66,19 @@ def serve(build: Callable[[Job], contextlib.AbstractContextManager[Trainer]], li
 class Side:
     """The benchmark's end: a process that trains, on one CPU if one is given, and with one thread per library."""
 
-    def __init__(self, name: str, module: str, *, cpu: int | None = None, path: Sequence[Path] = (HERE,)) -> None:
-        self.name, self.library = name, ("", "")
-        """Its library and which version, once it is ready."""
+    def __init__(
+        self, name: str, module: str, *, cpu: int | None = None, path: Sequence[Path] = (HERE,),
+        variables: Mapping[str, str] | None = None, clock: str = "wall",
+    ) -> None:  # fmt: skip
+        self.name, self.clock = name, CLOCKS.index(clock)
+        self.libraries: dict[str, str] = {}
+        """Its libraries and which versions, once it is ready."""
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         with on_cpu(cpu):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints,
-                text=True, bufsize=1, env=environment(path), start_new_session=True,
+                text=True, bufsize=1, env=environment(path) | dict(variables or {}), start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> "Side":
@@ -84,15 +89,15 @@ class Side:
 
     def train(self, job: Job) -> None:
         """Give up what it trained and build this, on the initial weights."""
-        library, number = self._ask(f"train {job.encoded()}", "ready").split()
-        self.library = library, number
+        words = self._ask(f"train {job.encoded()}", "ready").split()
+        self.libraries = dict(zip(words[::2], words[1::2], strict=True))
 
     def step(self, steps: int) -> tuple[float, list[float]]:
-        """Train so many steps; the wall seconds of one, and the loss of each."""
-        seconds, *losses = map(float, self._ask(f"step {steps}", "time").split())
+        """Train so many steps; the seconds of one, by the side's clock, and the loss of each."""
+        wall, cpu, *losses = map(float, self._ask(f"step {steps}", "time").split())
         if len(losses) != steps:
             raise SideFailed(f"{self.name}: asked for {steps} steps, it answered with {len(losses)} losses.")
-        return seconds / steps, losses
+        return (wall, cpu)[self.clock] / steps, losses
 
     def close(self) -> None:
         """End the process, and whatever it has started."""

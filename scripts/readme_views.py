@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from zerosim import theory
 from zerosim.bands import WIRES, Band
-from zerosim.ledger import EventKind
+from zerosim.counts import EventKind
 from zerosim.records.plan import Cell, Plan
 from zerosim.records.real_ranks import Corroboration, Run
-from zerosim.records.results import OutOfMemoryRecord, Results, SchemeRecord, StepRecord, SweepRow
+from zerosim.records.results import OutOfMemoryRecord, Prediction, Results, SchemeRecord, StepRecord, SweepRow
 from zerosim.util import sizes
 from zerosim.worlds.gloo import HEADER
 
@@ -21,17 +21,25 @@ FRAME = 3 * HEADER  # bytes that gloo adds to a message
 
 
 class Scheme:
-    """One scheme of a recorded lab run, after its last step; of one that ran out of memory there is only ``out_of_memory``."""
+    """One scheme of a recorded lab run, after its last step.
+
+    Of one that ran out of memory there is only ``out_of_memory``.
+    """
 
     def __init__(self, lab: Lab, recorded: SchemeRecord) -> None:
         self._lab, self._record = lab, recorded
-        self.name, self.stage = recorded.name, recorded.stage
+        self.name, self.row = recorded.name, recorded.row
         states = theory.STATES[lab.results.settings.precision]
         self.whole = sum(states.values())
         """Bytes per parameter of all model states."""
-        self.unshared = sum(each for band, each in states.items() if self.stage < theory.SHARDED_FROM.get(band, 1))
+        self.unshared = sum(each for band, each in states.items() if not self.row.over(Band(band)))
         """Those that stay on every rank, according to the closed forms."""
         self.shared = self.whole - self.unshared
+
+    @property
+    def _predicted(self) -> Prediction:
+        assert self._record.prediction is not None
+        return self._record.prediction
 
     @property
     def formula(self) -> str:
@@ -64,7 +72,7 @@ class Scheme:
     @property
     def rest_predicted(self) -> int:
         """The same, predicted."""
-        return sum(self._record.prediction.resident.values())
+        return sum(self._predicted.resident.values())
 
     @property
     def peak(self) -> int:
@@ -74,7 +82,7 @@ class Scheme:
     @property
     def peak_predicted(self) -> int:
         """The same, predicted."""
-        return sum(self._record.prediction.peak_without_activations.values())
+        return sum(self._predicted.peak_without_activations.values())
 
     @property
     def full_peak(self) -> int:
@@ -107,7 +115,7 @@ class Scheme:
     @property
     def sent_predicted(self) -> int:
         """The same, predicted."""
-        return sum(sum(bands.values()) for bands in self._record.prediction.traffic.values())
+        return sum(sum(bands.values()) for bands in self._predicted.traffic.values())
 
     @property
     def multiple(self) -> int:
@@ -270,7 +278,7 @@ class Planned:
     def smallest(self) -> str:
         """The smallest N on which each stage fits, and by its model states alone."""
         return ", ".join(
-            f"{row.name} {row.ranks or 'none'} ({row.states_alone or 'none'})" for row in self.found.smallest
+            f"{row.row.name} {row.ranks or 'none'} ({row.states_alone or 'none'})" for row in self.found.smallest
         )
 
     @property

@@ -21,7 +21,7 @@ install_import_hook("zerosim", "beartype.beartype(conf=beartype.BeartypeConf(is_
 
 # The same examples everywhere, so that what fails in one place fails in all.
 # To look for new ones: pytest --hypothesis-profile=default
-pytest.register_assert_rewrite("helpers")  # so that what fails there says why, as it does in a test
+pytest.register_assert_rewrite("helpers", "planting")  # so that what fails there says why, as it does in a test
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")

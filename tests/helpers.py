@@ -3,7 +3,8 @@
 Owns no claim. Everything here is plain enough to be checked by reading, as what is tested is not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -18,11 +19,12 @@ from zerosim import theory
 from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band, DType
 from zerosim.buckets import PADDINGS
 from zerosim.comm import Ring
-from zerosim.ledger import Report
+from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.options import Gather, Options, Sync
 from zerosim.ranks import Workspace
+from zerosim.records.real_ranks import Settings as RealSettings
 from zerosim.records.results import Settings
 from zerosim.schemes import SCHEMES, Scheme, Stage, ZeRO3
 
@@ -30,7 +32,12 @@ Pair = tuple[Array, Array]
 Batch = list[Pair]
 
 MINE = Stage("mine", optimizer=True, grads=True)  # a row of one's own, which shards what ZeRO-2 does
-OWN = [Stage("mine", *(True,) * count) for count in range(4)]  # and one for each of the others
+OWN = [  # and one for each of the four
+    Stage("mine"),
+    Stage("mine", optimizer=True),
+    MINE,
+    Stage("mine", optimizer=True, grads=True, params=True),
+]
 COMPARED = (Band.PARAMS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ)  # what is alike on every rank of every scheme
 
 each_stage = pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
@@ -116,6 +123,16 @@ def lab_settings(**changes: Any) -> Settings:
         "gather": "layer", "data": "noise", "capacity": None, "widths": [7, 11, 3],
     }  # fmt: skip
     return Settings(**usual | changes)
+
+
+def real_settings(**changes: Any) -> RealSettings:
+    """Two steps of every scheme on four real ranks, small."""
+    usual: dict[str, Any] = {
+        "ranks": 4, "steps": 2, "batch": 3, "seed": 7, "model_seed": 0, "widths": [5, 7, 3],
+        "collectives": ["ring", "native"], "precisions": ["mixed"], "wire": "fp32", "backend": "gloo", "fault": None,
+        "rows": list(SCHEMES),
+    }  # fmt: skip
+    return RealSettings(**usual | changes)
 
 
 # -- what is drawn at random
@@ -208,13 +225,13 @@ class Recorder(Workspace):
 
     def __init__(self, rows: int, dtype: DType = FP32) -> None:
         self.unit = ""
-        self.rows, self.dtype, self.operations = rows, dtype, 0
+        self.copies, self.dtype, self.operations = rows, dtype, 0
         self.live: list[Array] = []
         self.log: list[Allocation] = []
 
     def hold(self, *shape: int, dtype: DType | None = None) -> Array:
         assert dtype in (None, self.dtype)
-        array = np.full((self.rows, *shape), np.nan, self.dtype)
+        array = np.full((self.copies, *shape), np.nan, self.dtype)
         self.live.append(array)
         self.log.append(Allocation("hold", shape, len(self.live), self.unit))
         return array
@@ -234,40 +251,57 @@ class Recorder(Workspace):
         return array
 
 
-class OneOfMany(Ring):
-    """The ring of a process that is one rank of N: blocks travel through mailboxes, as bytes of their own."""
+Post = dict[tuple[int, int, int], "SimpleQueue[Array]"]  # a mailbox for each rank of each kind of ring
 
-    def __init__(self, rank: int, mailboxes: Sequence["SimpleQueue[Array]"]) -> None:
-        self.size, self.ids = len(mailboxes), [rank]
-        self._mailboxes = mailboxes
+
+class OneOfMany(Ring):
+    """The ring, of ``size`` ranks ``step`` apart, of a process that is one rank of N.
+
+    Blocks travel through mailboxes, as bytes of their own.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, post: Post, *, size: int | None = None, step: int = 1, node: int | None = None
+    ) -> None:
+        self.size, self.step, self.ranks, self.node = size or ranks, step, ranks, node or ranks
+        self.ids: Sequence[int] = [rank]
+        self.members: Sequence[int] = [rank // step % self.size]
+        self.leaves: Sequence[int] = [self._leaves(rank)]
+        self.leaving = sum(map(self._leaves, range(self.node)))
+        self._post = post
         self.handed: list[Array] = []
+
+    def _below(self, rank: int) -> int:
+        """The rank to which a rank sends."""
+        member = rank // self.step % self.size
+        return rank + ((member - 1) % self.size - member) * self.step
+
+    def _leaves(self, rank: int) -> int:
+        return int(self._below(rank) // self.node != rank // self.node)
+
+    def split(self, node: int) -> tuple[Ring, Ring, Ring]:
+        [rank], n = self.ids, self.ranks
+        sizes = (n, 1), (node, 1), (n // node, node)
+        every, inner, outer = (OneOfMany(rank, n, self._post, size=s, step=t, node=node) for s, t in sizes)
+        return every, inner, outer
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         return np.full(shape, np.nan, dtype)
 
     def shift(self, block: Array, spare: Array) -> Array:
-        letter = block.copy()
+        letter, [rank] = block.copy(), self.ids
         self.handed.append(letter)
-        self._mailboxes[self.ids[0] - 1].put(letter)
-        spare[...] = self._mailboxes[self.ids[0]].get(timeout=30)
+        self._post[self.size, self.step, self._below(rank)].put(letter)
+        spare[...] = self._post[self.size, self.step, rank].get(timeout=30)
         return spare
 
-    def chunks(self, buffer: Array, hop: int) -> list[tuple[slice, Array]]:
+    def chunks(self, buffer: Array, hop: int) -> list[tuple[Any, Array]]:
         chunk = buffer.shape[1] // self.size
-        start = (self.ids[0] + hop) % self.size * chunk
+        start = (self.members[0] + hop) % self.size * chunk
         return [(slice(0, 1), buffer[:, start : start + chunk])]
 
 
 def apart(ranks: int) -> list[OneOfMany]:
     """The rings of N processes, connected."""
-    mailboxes: list[SimpleQueue[Array]] = [SimpleQueue() for _ in range(ranks)]
-    return [OneOfMany(rank, mailboxes) for rank in range(ranks)]
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    """A function that fails with this error whatever it is called with."""
-
-    def fail(*_: object, **__: object) -> Any:
-        raise error
-
-    return fail
+    post: Post = defaultdict(SimpleQueue)
+    return [OneOfMany(rank, ranks, post) for rank in range(ranks)]

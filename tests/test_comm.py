@@ -1,6 +1,7 @@
 """The ring collectives: order, rounding, counts, and the seam between one process and many."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -9,11 +10,12 @@ import pytest
 
 from helpers import Recorder, apart, bits
 from zerosim.comm import Comm
-from zerosim.ledger import EventKind, Ledger, Phase, Traffic
+from zerosim.counts import EventKind, Phase, Traffic
+from zerosim.ledger import Ledger
 from zerosim.worlds.local import LocalRing
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-WORLDS = (1, 2, 3, 4, 5, 7, 12, 32, 33)
+WORLDS = (1, 2, 3, 4, 7, 33)
 DTYPES = [(FP32, FP32), (FP16, FP32), (FP16, FP16), (BF16, FP32), (BF16, BF16)]  # of the buffer, of the wire
 CHUNK = 5
 
@@ -92,6 +94,12 @@ def by_rank(chunk: int, n: int) -> list[int]:
 
 def reduced(data: Any, wire: Any, scale: float, order: Any = descending) -> Any:
     """The sum over ranks times ``scale``, [N*C], scalar by scalar."""
+    return _reduced(data.tobytes(), data.shape, data.dtype, wire, scale, order).copy()
+
+
+@cache  # the same is asked of several collectives, and it is slow
+def _reduced(content: bytes, shape: tuple[int, int], dtype: Any, wire: Any, scale: float, order: Any) -> Any:
+    data = np.frombuffer(content, dtype).reshape(shape)
     n, length = data.shape
     chunk, result = length // n, np.empty(length, data.dtype)
     for column in range(length):
@@ -404,8 +412,8 @@ def test_chunks_meet_the_rows_that_stand_for_them(n: int) -> None:
     """At hop t the local ring pairs rank r's chunk (r + t) mod N with row (r + t) mod N of a block in flight."""
     table = np.arange(n * n)  # one element per chunk; rank r's chunk c has the value r*n + c
     met = [
-        {int(chunk[0]): row for rows, part in LocalRing(n).chunks(table.reshape(n, n), hop)
-         for row, chunk in zip(range(n)[rows], part, strict=True)}
+        {int(chunk[0]): int(row) for rows, part in LocalRing(n).chunks(table.reshape(n, n), hop)
+         for row, chunk in zip(np.arange(n)[rows], part, strict=True)}
         for hop in range(n + 1)
     ]  # fmt: skip
     assert met == [{rank * n + (rank + hop) % n: (rank + hop) % n for rank in range(n)} for hop in range(n + 1)]
@@ -468,7 +476,7 @@ def in_processes_of_their_own(collective: str, data: Any, wire: Any, size: int) 
     )
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 12, 33])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 12])
 @pytest.mark.parametrize(("band", "wire"), [DTYPES[0], DTYPES[1], DTYPES[4]], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("collective", ["all-reduce", "reduce-scatter", "all-gather"])
 def test_one_rank_per_process_gives_the_same_bits_and_counts(n: int, band: Any, wire: Any, collective: str) -> None:
@@ -483,7 +491,7 @@ def test_one_rank_per_process_gives_the_same_bits_and_counts(n: int, band: Any, 
 
 
 # World sizes and logical lengths: no padding, some, whole chunks of it, and fewer parameters than ranks.
-PADDED = [(1, 5), (2, 9), (3, 7), (4, 18), (5, 25), (7, 8), (12, 13), (7, 3), (33, 2)]
+PADDED = [(1, 5), (2, 9), (3, 7), (5, 25), (7, 8), (7, 3), (12, 2)]
 
 
 @pytest.mark.parametrize(("n", "size"), PADDED)

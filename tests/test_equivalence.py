@@ -60,18 +60,16 @@ def steps_that_differ(schemes: Sequence[Scheme], data: list[Batch]) -> dict[tupl
     ("precision", "wire"),
     [("mixed", "fp32"), ("mixed", "fp16"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")],
 )
-@pytest.mark.parametrize(
-    ("ranks", "bucket"), [*((ranks, "layer") for ranks in (3, 5, 7, 8, 12, 33)), (5, "model"), (8, "model")]
-)
+@pytest.mark.parametrize(("ranks", "bucket"), [*((ranks, "layer") for ranks in (3, 5, 8, 33)), (5, "model")])
 def test_all_schemes_are_alike_bit_for_bit(ranks: int, precision: str, wire: str, bucket: str) -> None:
-    """After each of ten steps every rank of every scheme holds the same bits and has had the same loss."""
+    """After each of three steps every rank of every scheme holds the same bits and has had the same loss."""
     options: dict[str, Any] = {"precision": precision, "wire": wire, "bucket": bucket}
     schemes = [stage(MLP(WIDTHS), ranks, **options, **gather) for stage, gather in RUNS]
-    assert steps_that_differ(schemes, batches(ranks, STEPS)) == {}
+    assert steps_that_differ(schemes, batches(ranks, 3)) == {}
 
 
 def test_all_schemes_are_alike_on_the_default_model() -> None:
-    """The same holds for MLP() on 8 ranks with 8 rows each, where no bucket has padding."""
+    """The same holds, for ten steps, for MLP() on 8 ranks with 8 rows each, where no bucket has padding."""
     schemes = [stage(MLP(), 8) for stage in SCHEMES]
     assert steps_that_differ(schemes, batches(8, STEPS, rows=8, widths=MLP().widths)) == {}
 

@@ -7,7 +7,8 @@ import pytest
 
 from helpers import batches, each_gather, nonzero
 from zerosim.bands import Band
-from zerosim.ledger import Event, EventKind, Ledger, Peak, Phase, Report, Traffic
+from zerosim.counts import Event, EventKind, Peak, Phase, Report, Traffic
+from zerosim.ledger import Ledger
 from zerosim.model import MLP
 from zerosim.options import Gather
 from zerosim.schemes import Stage
@@ -354,8 +355,9 @@ def test_a_report_begins_empty() -> None:
 
 def test_the_words_that_results_are_written_in() -> None:
     """Phases and kinds of events stand in results files under these names."""
-    assert [str(phase) for phase in Phase] == ["forward", "backward", "communication", "optimizer", "other"]
-    assert [str(kind) for kind in EventKind] == ["hold", "free", "send", "compute"]
+    phases = ["forward", "backward", "communication", "optimizer", "optimizer on the host", "other"]
+    kinds = ["hold", "free", "send", "compute", "copy", "host hold", "host free"]
+    assert ([str(phase) for phase in Phase], [str(kind) for kind in EventKind]) == (phases, kinds)
 
 
 def test_reports_keep_steps_that_ended_early() -> None:

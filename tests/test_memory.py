@@ -1,5 +1,6 @@
 """What the papers say that a run holds, for any number of ranks, and what becomes of a run on a card too small."""
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -10,7 +11,7 @@ from zerosim import theory
 from zerosim.bands import MODEL_STATES, Array, Band
 from zerosim.options import Gather
 from zerosim.ranks import OutOfMemory
-from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.local import LocalRing
 
 EVEN, SMALL, TINY = (32, 64, 32), (7, 5, 3), (5, 3, 2)  # layer widths; 32 divides every layer of the first
@@ -20,29 +21,31 @@ LAYERS = sizes(SMALL)
 class Witness(LocalRing):
     """A local ring that has every rank recounted at each hop."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.scheme: Scheme | None = None
-        self.seen: list[tuple[dict[str, int], list[dict[str, int]]]] = []
+    def __init__(self, look: Callable[[], None], size: int, ranks: int | None = None, **more: Any) -> None:
+        super().__init__(size, ranks, **more)
+        self.look = look
+
+    def beside(self, size: int, ranks: int | None = None, **more: Any) -> LocalRing:
+        return Witness(self.look, size, ranks, **more)
 
     def shift(self, block: Array, spare: Array) -> Array:
-        assert self.scheme is not None
-        self.seen.append((nonzero(self.scheme.ledger.held), [rank.held() for rank in self.scheme.ranks]))
+        self.look()
         return super().shift(block, spare)
 
 
 @each_gather
 def test_every_rank_holds_what_the_ledger_says_in_mid_flight(stage: Stage, gather: Gather) -> None:
     """At every hop of a step, too, each rank's recount is the ledger's, with two blocks of a chunk in it."""
-    n = 4
-    ring = Witness(n)
-    case = Case(stage, n, gather=gather)
-    ring.scheme = case.scheme(ring=ring)
-    ring.scheme.step(case.batch())
-    assert len(ring.seen) >= 2 * (n - 1) * len(LAYERS)
-    assert [recount for _, recount in ring.seen] == [[held] * n for held, _ in ring.seen]
+    n, case = 4, Case(stage, 4, gather=gather)
+    seen: list[tuple[dict[str, int], list[dict[str, int]]]] = []
+    scheme = case.scheme(
+        ring=Witness(lambda: seen.append((nonzero(scheme.ledger.held), [rank.held() for rank in scheme.ranks])), n)
+    )
+    scheme.step(case.batch())
+    assert len(seen) >= 2 * (n - 1) * len(LAYERS)
+    assert [recount for _, recount in seen] == [[held] * n for held, _ in seen]
     chunks = {-(-size // n) for size in LAYERS}
-    assert {held[Band.BLOCKS] for held, _ in ring.seen} == {2 * 4 * chunk for chunk in chunks}
+    assert {held[Band.BLOCKS] for held, _ in seen} == {2 * 4 * chunk for chunk in chunks}
 
 
 # -- the formulas of the papers

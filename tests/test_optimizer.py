@@ -193,7 +193,7 @@ def test_flops_are_thirteen_per_element(rows: int, length: int) -> None:
 def test_the_operations_of_sgd(momentum: float, operations: int) -> None:
     """A multiplication and a subtraction for each element of a row, and as many again for the momentum."""
     done: list[int] = []
-    states = {str(band): np.zeros((3, 5), FP32) for band in SGD(momentum=momentum).states}
+    states: dict[str, Any] = {str(band): np.zeros((3, 5), FP32) for band in SGD(momentum=momentum).states}
     SGD(momentum=momentum).update(np.ones((3, 5), FP32), np.ones((3, 5), FP32), **states, step=1, flops=done.append)
     assert done == [5 * operations]
 

@@ -1,6 +1,9 @@
 """The schedule's further options: what each costs, and that it changes nothing else."""
 
+import inspect
+import pydoc
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, fields, replace
 from itertools import product
 from typing import Any
 
@@ -10,10 +13,11 @@ import pytest
 from helpers import COMPARED, draw, each_stage, sent, sizes, states
 from zerosim.bands import FP32, PRECISIONS, Array, Band, DType
 from zerosim.buckets import PADDINGS
+from zerosim.counts import EventKind, Phase
 from zerosim.layers import Checkpointed, Group, Layer, Pass, Role
-from zerosim.ledger import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import SGD
+from zerosim.options import Options
 from zerosim.ranks import OutOfMemory, Workspace
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util.arguments import check_batch
@@ -32,6 +36,40 @@ def trained(stage: Stage, steps: int = 2, rows: int = 4, ranks: int = N, **optio
 
 def chunks(ranks: int = N) -> list[int]:
     return [-(-size // ranks) for size in SIZES]
+
+
+# -- the record
+
+
+def test_options_show_typed_wherever_they_are_taken() -> None:
+    """A row's signature and its help name every option with its type and default, as keywords, and nothing besides."""
+    shown = inspect.signature(ZeRO2).parameters
+    assert [*shown] == ["model", "ranks", "options", "ring", "collectives", *(each.name for each in fields(Options))]
+    for each in fields(Options):
+        option = shown[each.name]
+        assert (option.kind, option.annotation) == (inspect.Parameter.KEYWORD_ONLY, each.type)
+        assert option.default == getattr(Options(), each.name)
+    text = pydoc.plain(pydoc.render_doc(ZeRO2))
+    assert all(f"{each.name}: " in text for each in fields(Options))
+    assert "precision: 'str' = 'mixed'" in text
+
+
+def test_a_record_of_options_is_what_keywords_are() -> None:
+    """Options as one record train as the same keywords do, and keywords count where both are given."""
+    chosen: dict[str, Any] = {"precision": "bf16", "wire": "bf16", "bucket": 66, "padding": "2N"}
+    one, other = trained(ZeRO2, **chosen), trained(ZeRO2, options=Options(**chosen))
+    assert (states(one), sent(one), one.options) == (states(other), sent(other), other.options)
+    both = ZeRO2(MLP(WIDTHS), N, Options(**chosen), wire="fp32")
+    assert both.options == replace(Options(**chosen), wire="fp32")
+
+
+def test_options_cannot_be_changed() -> None:
+    """A record of options is frozen, and checks itself when it is made, copied with a change or handed on."""
+    options = Options()
+    with pytest.raises(FrozenInstanceError):
+        options.wire = "fp16"  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"^Scheme\(accumulate\): accumulate must be an integer of 1 or more; got 0"):
+        replace(options, accumulate=0)
 
 
 # -- accumulation
@@ -199,7 +237,7 @@ def test_padding_rules_cost_bytes_alone(stage: Stage, padding: str) -> None:
     assert np.allclose(scheme.full_theta(), trained(DP, precision="fp32").full_theta(), atol=1e-5)
     for bucket in scheme.buckets:
         for state in bucket.states.values():
-            beyond = state.reshape(-1)[bucket.size :] if state.shape[1] == bucket.chunk else state[:, bucket.size :]
+            beyond = state.reshape(-1)[bucket.size :] if state.shape[1] < bucket.padded else state[:, bucket.size :]
             assert not beyond.any()
 
 
@@ -357,7 +395,7 @@ class Scale:
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Array, given: Pass) -> Array | None:
-        (x, y), (params, work, grads, need_dx) = saved, given
+        (x, y), (params, work, grads, need_dx, *_) = saved, given
         weight = params[0] if isinstance(params, list) else params
         work.free(y)
         grads[:, : self.width] = (dy * x).sum(axis=1)

@@ -14,8 +14,8 @@ from helpers import EVERYWHERE, MINE, OWN, Batch, bits, draw, nonzero, options, 
 from zerosim.bands import MODEL_STATES, PRECISIONS, WIRES, Band
 from zerosim.buckets import PADDINGS
 from zerosim.checks import compare as checks
+from zerosim.counts import Report
 from zerosim.lab.experiment import Run, batches_of, model_of
-from zerosim.ledger import Report
 from zerosim.model import MLP
 from zerosim.records.results import Failure, Settings
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
@@ -85,15 +85,12 @@ def step_watched(scheme: Scheme, batch: Batch) -> None:
     assert scheme.reports[-1].resident == held
     for bucket in scheme.buckets:
         for band, state in bucket.states.items():
-            whole = bucket.padded * state.dtype.itemsize
-            if scheme.shard.shards(band):
-                assert [rank.nbytes for rank in state] == [bucket.chunk * state.dtype.itemsize] * scheme.ring.size
-                assert sum(rank.nbytes for rank in state) == whole
-                padding = state.reshape(-1)[bucket.size :]
-            else:
-                assert {rank.nbytes for rank in state} == {whole}
-                padding = state[:, bucket.size :]
-            assert not bits(padding).any(), f"{band} of {bucket.name} has padding that is not zero"
+            n, length = scheme.ring.size, state.shape[1]
+            pieces = [scheme.shard.piece(band, rank, n) for rank in range(n)]
+            assert {length * count for _, count in pieces} == {bucket.padded}
+            for held, (piece, _) in zip(state, pieces, strict=True):
+                padding = held[max(0, bucket.size - piece * length) :]
+                assert not bits(padding).any(), f"{band} of {bucket.name} has padding that is not zero"
 
 
 def alike(schemes: list[Scheme], step: int) -> list[Failure]:

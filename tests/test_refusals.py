@@ -91,10 +91,12 @@ def test_unknown_options_are_refused(option: str) -> None:
 
 
 def test_options_go_by_keyword() -> None:
-    """What follows the number of ranks cannot be passed by position."""
+    """What follows the number of ranks by position is one record of options; none of them can be passed alone."""
     call: Any = ZeRO2
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(TypeError, match=r"^Scheme\(options\): options must be of type Options; got 'fp32'"):
         call(MLP(WIDTHS), RANKS, "fp32")
+    with pytest.raises(TypeError, match="positional argument"):
+        call(MLP(WIDTHS), RANKS, None, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def longer(array: Array) -> Array:
 
 ONE_PAIR = ["one (x, y) pair per rank", "3 in all"]
 A_PAIR = ["needs a pair (x, y)", "got "]
-SAME_ROWS = ["every rank needs the same number", "at least 1"]
+SAME_ROWS = ["x of rank 0 has 2. Every rank needs the same number, or the average over ranks"]
 FINITE = ["contains NaN or infinity", "remove or replace them"]
 FLOAT32 = ["must be a float32 array", "Convert it with .astype(np.float32)"]
 
@@ -198,14 +200,14 @@ BATCHES: dict[str, tuple[Callable[[Pairs], Any], type[Exception], list[str]]] = 
     "more rows in one rank": (
         lambda batch: [*batch[:2], tuple(map(longer, batch[2]))],
         ValueError,
-        [*SAME_ROWS, "x of rank 2 has 3 rows", "rank 0 has 2"],
+        [*SAME_ROWS, "x of rank 2 has 3 rows"],
     ),
-    "more rows in one x": (put(1, 0, longer), ValueError, [*SAME_ROWS, "x of rank 1 has 3 rows", "rank 0 has 2"]),
-    "more rows in one y": (put(0, 1, longer), ValueError, [*SAME_ROWS, "y of rank 0 has 3 rows", "rank 0 has 2"]),
+    "more rows in one x": (put(1, 0, longer), ValueError, [*SAME_ROWS, "x of rank 1 has 3 rows"]),
+    "more rows in one y": (put(0, 1, longer), ValueError, [*SAME_ROWS, "y of rank 0 has 3 rows"]),
     "no rows": (
         lambda batch: [(x[:0], y[:0]) for x, y in batch],
         ValueError,
-        [*SAME_ROWS, "x of rank 0 has 0 rows"],
+        ["x of rank 0 has no rows", "Every rank needs the same number of rows, at least 1"],
     ),
     "x too narrow": (put(1, 0, lambda x: x[:, 1:]), ValueError, ["x of rank 1", "shape (rows, 5)", "got (2, 4)"]),
     "y too wide": (put(2, 1, lambda y: np.tile(y, 2)), ValueError, ["y of rank 2", "shape (rows, 4)", "got (2, 8)"]),

@@ -254,10 +254,13 @@ def test_gathering_the_model_holds_it_all() -> None:
 def test_the_moments_of_gathering_everything_at_once() -> None:
     """Bucket upon bucket is gathered, 2 bytes for each padded parameter, and only then does anything compute."""
     job = Job(row=ZeRO3, buckets=(((2, 3),), ((3, 5),)), ranks=2, rows=1, gather="model")
-    first, second = 2 * (10 // 2 + 0) * 2, 2 * 10 * 2  # 2·3 + 3 = 9 and 3·5 + 5 = 20 parameters in two chunks each
-    gathered = [moment[Band.GATHERED] for moment in theory.moments(job)]
-    both = [first + second] * 2
-    assert gathered[:5] == [0, first, first + second, *both]
+    first, second = 2 * 5 * 2, 2 * 10 * 2  # of 2·3 + 3 = 9 and 3·5 + 5 = 20 parameters, in two chunks each
+    moments = list(theory.moments(job))
+    gathered = [moment.get(Band.GATHERED, 0) for moment in moments]
+    batch = 4 * (2 + 5)
+    computing = next(index for index, moment in enumerate(moments) if moment.get(Band.ACTIVATIONS, 0) > batch)
+    assert list(dict.fromkeys(gathered[: computing + 1])) == [0, first, first + second]
+    assert gathered[computing] == first + second
 
 
 def test_a_job_without_rows_has_no_activations() -> None:

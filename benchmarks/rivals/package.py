@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from cases import Job
 from floor import LR
 from line import Trainer, serve
+from zerosim.kernels.choice import choose
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
 from zerosim.schemes import SCHEMES, Scheme
@@ -26,4 +27,4 @@ def build(job: Job) -> Iterator[Trainer]:
 
 
 if __name__ == "__main__":
-    serve(build, "numpy")
+    serve(build, "numpy", *(["numba"] if choose().name == "numba" else []))

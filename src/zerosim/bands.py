@@ -29,12 +29,20 @@ DType = np.dtype[Any]
 class Place(StrEnum):
     """Where an array lives: every rank has a card and its part of the host's memory."""
 
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
+
     CARD = "card"
     HOST = "host"
 
 
 class Band(StrEnum):
-    """One kind of thing that a rank holds. Down to the momentum they are the model states."""
+    """One kind of thing that a rank holds. Down to the momentum they are the model states.
+
+    >>> Band("exp_avg") is Band.EXP_AVG
+    True
+    """
+
+    __hash__ = str.__hash__  # Enum's is Python's, and these are looked up all the time
 
     PARAMS = "params"
     GRADS = "grads"
@@ -51,7 +59,9 @@ class Band(StrEnum):
     SCALARS = "scalars"  # norms, flags and counts, as the ranks tell each other
     ACTIVATIONS = "activations"
     BUFFERS = "buffers"
+    CHECKPOINT = "checkpoint"  # what is copied to be written
     BUCKET = "gradient bucket"
+    SCALES = "optimizer scales"
 
 
 MODEL_STATES = (
@@ -61,6 +71,7 @@ MODEL_STATES = (
 FP32: DType = np.dtype(np.float32)
 FP16: DType = np.dtype(np.float16)
 BF16: DType = np.dtype(ml_dtypes.bfloat16)
+INT8: DType = np.dtype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,9 @@ class Precision:
             Band.SCALARS: FP32,
             Band.ACTIVATIONS: FP32,
             Band.BUFFERS: FP32,
+            Band.CHECKPOINT: np.dtype(np.uint8),
             Band.BUCKET: grads,
+            Band.SCALES: FP32,
         }
 
 
@@ -140,3 +153,4 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 WIRES: Mapping[str, DType] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+PARAM_WIRES: Mapping[str, DType] = {**WIRES, "int8": INT8}  # parameters can be sent as blocks of int8, with scales

@@ -12,8 +12,8 @@ from math import prod
 import numpy as np
 
 from zerosim.bands import Array, Band, Place
+from zerosim.counts import Counts
 from zerosim.layers import Chain, Group, Layer, Model, Role
-from zerosim.ledger import Counts
 from zerosim.options import Options, Padding
 from zerosim.ranks import Ranks
 from zerosim.stages import Stage

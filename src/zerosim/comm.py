@@ -20,16 +20,18 @@ member c. Data flows to lower members, n-1 hops of one chunk:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Shaped
 
-from zerosim.bands import FP32, Array, DType
-from zerosim.kernels import Handed
-from zerosim.ledger import Counts, Ledger, Traffic
+from zerosim.bands import FP32, INT8, Array, DType
+from zerosim.counts import Counts, Traffic
+from zerosim.kernels.operations import Handed
+from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
+from zerosim.util import int8
 from zerosim.util.casts import convert
 
 Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
@@ -89,7 +91,7 @@ class Ring(Protocol):
         """``buffer`` as [ring, member, chunk, C], a view, where all ranks are ``here``."""
         return buffer.reshape(-1, self.size, self.size, buffer.shape[1] // self.size)
 
-    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+    def lanes(self, rows: Shaped[Array, "R ..."]) -> Shaped[Array, "rings n ..."]:
         """What each rank has one of as [ring, member, ...], a view, where all ranks are ``here``."""
         return rows.reshape(-1, self.size, *rows.shape[1:])
 
@@ -108,8 +110,9 @@ class Comm:
     """The collectives of one process's ranks.
 
     ``wire`` is the dtype that blocks are sent in: they are cast from the buffer's dtype as
-    they leave and back as they land. ``blocks`` provides the two blocks that a rank needs
-    in flight, one going and one coming; ``ledger`` is told of every hop.
+    they leave and back as they land. With int8 a block is packed, its scales within, and everybody has
+    what that comes to, its owner too; it is for gathering alone. ``blocks`` provides the two blocks that a
+    rank needs in flight, one going and one coming; ``ledger`` is told of every hop.
 
     Where all ranks are in this process and their kernels can, all hops of a collective are made in one
     call, which counts them as it makes them.
@@ -162,9 +165,9 @@ class Comm:
                 for rows, mine in next(summands):
                     grid(block)[rows] = mine
                 for sent, pieces in enumerate(summands, start=1):
-                    arrived = grid(hop(block, spare, sent))
+                    arrived, total = grid(hop(block, spare, sent)), grid(spare)
                     for rows, mine in pieces:
-                        np.add(arrived[rows], mine, out=grid(spare)[rows])
+                        np.add(arrived[rows], mine, out=total[rows])
                     block, spare = spare, block
             total = block if self.wire == FP32 else block.astype(FP32)
             np.multiply(total, np.float32(scale), out=total)
@@ -191,23 +194,23 @@ class Comm:
             np.copyto(own, place)
         own = own.reshape(place.shape)
         with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
-            self._convert(own, block.reshape(place.shape))
+            own = self._leave(own, block)
             for sent in range(0 if self._copy_at_once(buffer, size, start, block, traffic) else n - 1):
                 arrived = hop(block, spare, sent)
                 if arrived is spare:  # and has to be written before the next one arrives
                     for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        self._convert(self.ring.grid(arrived)[rows], chunk)
+                        self._land(self.ring.grid(arrived)[rows], chunk)
                     block, spare = spare, block
                 elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
-                    self.ring.spread(self._landed(arrived, buffer.dtype), buffer)
+                    self.ring.spread(self._landed(arrived, buffer), buffer)
         self._convert(own, place)
 
-    def _landed(self, block: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:
-        """A block in the dtype that it is written in: itself, or a register."""
-        if block.dtype == dtype:
+    def _landed(self, block: Shaped[Array, "R n"], buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
+        """A block in the dtype of the buffer that it is written to: itself, or a register."""
+        if block.dtype == buffer.dtype:
             return block
-        landed = np.empty_like(block, dtype)
-        self._convert(block, landed)
+        landed = np.empty_like(buffer, shape=(len(block), buffer.shape[1] // self.ring.size))
+        self._land(block, landed)
         return landed
 
     # -- all hops in one call
@@ -217,7 +220,7 @@ class Comm:
     ) -> Array | None:
         """The sums of a reduce-scatter, in one of the two blocks, if a kernel makes all the hops."""
         kernel, ring = self.blocks.kernels.ring_sum, self.ring
-        if kernel is None or not ring.here:
+        if kernel is None or not ring.here or not self.blocks.kernels.rings(buffer.size):
             return None
         table, lanes = ring.table(buffer), (ring.lanes(block), ring.lanes(spare))
         handed = Handed(table.shape[0], ring.size)
@@ -232,9 +235,9 @@ class Comm:
     ) -> bool:
         """Whether a kernel has made all the hops of an all-gather."""
         kernel, ring = self.blocks.kernels.ring_copies, self.ring
-        if kernel is None or not ring.here:
+        if kernel is None or not ring.here or self.wire == INT8 or not self.blocks.kernels.rings(buffer.size):
             return False
-        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer.dtype))
+        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer))
         handed = Handed(table.shape[0], ring.size)
         done = kernel(lanes, table, self.wire.itemsize, self._padding_by_chunk(table, size, start), handed)
         if done:
@@ -244,6 +247,8 @@ class Comm:
     def _padding_by_chunk(self, table: Shaped[Array, "rings n n C"], size: int, start: Any) -> Counts:
         """Bytes on the wire of padding in each chunk [ring, chunk] of a buffer that begins at ``start``."""
         rings, n, _, chunk = table.shape
+        if _unpadded(n * chunk, size, start):
+            return _nothing(rings, n)
         begins = np.zeros(rings, np.int64)
         if not isinstance(start, int):  # alike for the members of a ring
             begins = self.ring.lanes(np.asarray(start))[:, 0]
@@ -253,37 +258,46 @@ class Comm:
 
     def _book(self, handed: Handed, traffic: Traffic) -> None:
         """Book what a kernel has counted: all ranks hand on as much, of which not as much is padding."""
-        messages, sent, received, _ = handed.counts[0, 0].tolist()
-        padding = np.empty(len(self.ring.ids), np.int64)
-        self.ring.lanes(padding)[...] = handed.padding
-        traffic.hops(messages, sent, received, padding)
+        messages, sent, received, padding = handed.counts[0, 0].tolist()
+        by_rank = None
+        if padding or handed.counts[..., 3].any():
+            by_rank = np.empty(len(self.ring.ids), np.int64)
+            self.ring.lanes(by_rank)[...] = handed.counts[..., 3]
+        traffic.hops(messages, sent, received, by_rank)
 
     # -- in flight
 
-    @contextmanager
-    def _flight(
-        self, buffer: Array, size: int, start: Any, collective: str, band: str, unit: str
-    ) -> Iterator[tuple[Array, Array, Hop, Traffic]]:
+    def _leave(self, own: Shaped[Array, "... C"], block: Shaped[Array, "R n"]) -> Shaped[Array, "... C"]:
+        """Write what each rank owns to a block, as it is sent; what it is to everybody, the owner included."""
+        if self.wire != INT8:
+            self._convert(own, block.reshape(own.shape))
+        elif self.ring.size > 1:  # to nobody, nothing is rounded
+            int8.pack(own, block)
+            own = np.empty_like(own)
+            int8.unpack(block, own)
+        return own
+
+    def _land(self, block: Shaped[Array, "... n"], out: Shaped[Array, "... C"]) -> None:
+        """Write a block that has arrived, in the dtype of ``out``."""
+        if self.wire == INT8:
+            int8.unpack(block, out)
+        else:
+            self._convert(block, out)
+
+    def _length(self, count: Any) -> Any:
+        """Of a block with so many elements, one number or several."""
+        return int8.length(count) if self.wire == INT8 else count
+
+    def _flight(self, buffer: Array, size: int, start: Any, collective: str, band: str, unit: str) -> _Flight:
         """The two blocks of a collective, held while it runs, its hop, and where that is counted."""
         if not buffer.flags.c_contiguous:
             raise ValueError(
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
                 f"got strides {buffer.strides} for shape {buffer.shape}. Pass what hold returned, not a view of it."
             )
-        chunk = buffer.shape[1] // self.ring.size
-        offsets: list[int] = []
+        sending = self.ledger.sending(collective, band, unit, self.ring.leaves, self.ring.leaving)
         self.blocks.unit = unit
-        with self.ledger.sending(collective, band, unit, self.ring.leaves, self.ring.leaving) as traffic:
-            block = self.blocks.hold(chunk)
-            try:
-                spare = self.blocks.hold(chunk)
-                try:
-                    yield block, spare, self._hop(traffic, offsets), traffic
-                finally:
-                    self.blocks.free(spare)
-                    traffic.padding += self._padding(buffer.shape[1], size, start, offsets)
-            finally:
-                self.blocks.free(block)
+        return _Flight(self, sending, buffer.shape[1], size, start)
 
     def _hop(self, traffic: Traffic, offsets: list[int]) -> Hop:
         """How each rank r hands on a block, which is of chunk r + offset, and gets the one above's. Counted here."""
@@ -292,7 +306,7 @@ class Comm:
         def hop(block: Array, spare: Array, offset: int) -> Array:
             arrived = shift(block, spare)
             traffic.hop(block.nbytes // rows, arrived.nbytes // rows, None)
-            offsets.append(offset)  # what of the block is padding is worked out once, in _flight
+            offsets.append(offset)  # what of the block is padding is worked out once, when all have been made
             return arrived
 
         return hop
@@ -300,13 +314,55 @@ class Comm:
     def _padding(self, padded: int, size: int, start: Any, offsets: Sequence[int]) -> Counts:
         """What of the chunks m + offset that each member m here has sent was padding, in bytes on the wire [R]."""
         beyond: Counts = np.zeros(len(self.ring.ids), np.int64)
-        if not offsets or np.max(start) + padded <= size:
-            return beyond
         chunk, some = padded // self.ring.size, max(1, _COUNTED // len(beyond))
         for first in range(0, len(offsets), some):
             ends = (np.add.outer(self.ring.members, offsets[first : first + some]) % self.ring.size + 1) * chunk
-            beyond += np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk).sum(axis=1)
+            pads = np.clip(ends + np.reshape(start, (-1, 1)) - size, 0, chunk)
+            beyond += (self._length(chunk) - self._length(chunk - pads)).sum(axis=1)
         return beyond * self.wire.itemsize
+
+
+class _Flight:
+    """A collective under way: ``with`` it come the two blocks, held for as long, the hop, and where it is counted."""
+
+    __slots__ = ("_block", "_comm", "_offsets", "_padded", "_sending", "_size", "_spare", "_start", "_traffic")
+
+    def __init__(self, comm: Comm, sending: Any, padded: int, size: int, start: Any) -> None:
+        self._comm, self._sending = comm, sending
+        self._padded, self._size, self._start = padded, size, start
+
+    def __enter__(self) -> tuple[Array, Array, Hop, Traffic]:
+        comm = self._comm
+        self._offsets: list[int] = []
+        traffic = self._traffic = self._sending.__enter__()
+        chunk, block = comm._length(self._padded // comm.ring.size), None
+        try:
+            block = self._block = comm.blocks.hold(chunk)
+            spare = self._spare = comm.blocks.hold(chunk)
+        except BaseException as error:
+            if block is not None:
+                comm.blocks.free(block)
+            self._sending.__exit__(type(error))
+            raise
+        return block, spare, comm._hop(traffic, self._offsets), traffic
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        comm = self._comm
+        comm.blocks.free(self._spare)
+        if self._offsets and not _unpadded(self._padded, self._size, self._start):
+            self._traffic.padding += comm._padding(self._padded, self._size, self._start, self._offsets)
+        comm.blocks.free(self._block)
+        self._sending.__exit__(kind)
+
+
+def _unpadded(padded: int, size: int, start: Any) -> bool:
+    """Whether a buffer that begins at ``start``, for each rank or for all, lies within ``size``."""
+    return (start if isinstance(start, int) else int(np.max(start))) + padded <= size
+
+
+@cache
+def _nothing(rings: int, n: int) -> Counts:
+    return np.zeros((rings, n), np.int64)
 
 
 def _cast(chunk: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:

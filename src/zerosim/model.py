@@ -50,7 +50,7 @@ class Linear:
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Float[Array, "R B O"], given: Pass) -> Float[Array, "R B I"] | None:
-        (x, y), (params, work, grads, need_dx) = saved, given
+        (x, y), (params, work, grads, need_dx) = saved, given[:4]
         if self.relu:
             np.multiply(dy, y > 0, out=dy)
         work.free(y)
@@ -119,6 +119,9 @@ class MLP(Chain):
 
     ``widths`` are the layer widths, input first: the default is 64-128-128-64, 33,088
     parameters. ``seed`` fixes the initial weights, drawn layer by layer.
+
+    >>> MLP((7, 5, 3))
+    MLP((7, 5, 3), seed=0: 58 parameters in 2 layers)
     """
 
     def __init__(self, widths: Sequence[int] = (64, 128, 128, 64), seed: int = 0) -> None:
@@ -137,6 +140,9 @@ class MLP(Chain):
             for index, (fan_in, fan_out) in enumerate(pairwise(self.widths))
         ]
         super().__init__(self.linears, name="model")
+
+    def __repr__(self) -> str:
+        return f"MLP({self.widths}, seed={self.seed}: {self.n_params:,} parameters in {len(self.linears)} layers)"
 
     @property
     def n_params(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from zerosim.bands import Array, Band
-from zerosim.kernels import NUMPY, Kernels
+from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.util.arguments import one_of
 from zerosim.util.casts import convert
 
@@ -25,7 +25,11 @@ _BLOCK = 32_768  # elements that go through all thirteen operations while they a
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters with a rate or a weight decay of their own: those of the layers whose name ``match`` is found in."""
+    """Parameters with a rate or a weight decay of their own: those of the layers whose name ``match`` is found in.
+
+    >>> AdamW(groups=(ParamGroup("layer 1", weight_decay=0.0),)).weight_decay
+    0.01
+    """
 
     match: str
     lr: float | None = None
@@ -39,6 +43,9 @@ class Schedule:
     ``kind`` is ``"constant"``, ``"linear"`` or ``"cosine"``, which end after ``total`` steps: the factors that
     torch.optim.lr_scheduler.LambdaLR is given for these in general. ``counts`` says of what: ``"updates"`` that
     were applied, or ``"steps"``, skipped ones too, as a scheduler that is called each time does.
+
+    >>> [Schedule(warmup=2, total=6, kind="linear").factor(done) for done in range(7)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
     warmup: int = 0
@@ -70,6 +77,10 @@ class Adam:
 
     The operations and their order are those of torch.optim.Adam's for-loop form, so that
     the moments can be compared with it bit for bit.
+
+    >>> import zerosim as zs
+    >>> zs.ZeRO2(zs.MLP(), ranks=8, optimizer=Adam(lr=3e-4, betas=(0.9, 0.95))).options.optimizer.lr
+    0.0003
     """
 
     states: ClassVar[tuple[Band, ...]] = (Band.EXP_AVG, Band.EXP_AVG_SQ)
@@ -111,30 +122,24 @@ class Adam:
     ) -> None:
         """Update ``params`` and both moments [R, n], fp32, in place from ``grads`` [R, n] of any dtype.
 
-        ``step`` counts from 1. ``flops`` is told the operations done per row. The temporaries are registers: they
-        live for one block and are not held. ``lr`` takes the place of the optimizer's; ``weight_decay`` is
-        decoupled, as AdamW has it (Loshchilov and Hutter, arXiv 1711.05101). ``kernels`` may have the same
-        operations in one pass.
+        ``step`` counts from 1. ``flops`` is told the operations done per row. The
+        temporaries are registers: they live for one block and are not held. ``lr`` takes the place of the
+        optimizer's; ``weight_decay`` is decoupled, as AdamW has it (Loshchilov and Hutter, arXiv 1711.05101).
+        ``kernels`` may have the same operations in one pass.
         """
         beta1, beta2 = self.betas
         lr = self.lr if lr is None else lr
         step_size = lr / (1 - beta1**step)
-        if weight_decay:
-            np.multiply(params, 1 - lr * weight_decay, out=params)
-            flops(params.shape[-1])
         root_correction = (1 - beta2**step) ** 0.5
         if kernels.adam is not None:
-            operations = kernels.adam(
-                params, grads, exp_avg, exp_avg_sq,
-                betas=self.betas, eps=self.eps, step_size=step_size, root_correction=root_correction,
-            )  # fmt: skip
-            if operations is not None:
+            constants = beta1, beta2, self.eps, step_size, root_correction, lr * weight_decay
+            if (operations := kernels.adam(params, grads, exp_avg, exp_avg_sq, *constants)) is not None:
                 flops(operations * params.shape[-1])
                 return
         if params.ndim > 2:  # pieces of a buffer that rows have in groups
             each: list[int] = []
             for piece in zip(params, grads, exp_avg, exp_avg_sq, strict=True):
-                self.update(*piece, step=step, flops=each.append, lr=lr)
+                self.update(*piece, step=step, flops=each.append, lr=lr, weight_decay=weight_decay)
             flops(sum(each) // len(each))
             return
         rows, length = params.shape
@@ -149,7 +154,8 @@ class Adam:
                 p, m, v = params[part], exp_avg[part], exp_avg_sq[part]
                 grad, tmp = g[: p.shape[0], : p.shape[1]], t[: p.shape[0], : p.shape[1]]
                 convert(grads[part], grad)
-                steps: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
+                passes: tuple[tuple[Callable[..., Any], Any, Any, Array], ...] = (
+                    *(((np.multiply, p, 1 - lr * weight_decay, p),) if weight_decay else ()),
                     (np.subtract, grad, m, tmp),  # m += (1 - beta1) * (g - m)
                     (np.multiply, tmp, 1 - beta1, tmp),
                     (np.add, m, tmp, m),
@@ -164,15 +170,19 @@ class Adam:
                     (np.divide, grad, tmp, grad),
                     (np.add, p, grad, p),
                 )
-                for operation, a, b, out in steps:
+                for operation, a, b, out in passes:
                     operation(a, out=out) if b is None else operation(a, b, out=out)
-                done += len(steps) * p.shape[0] * p.shape[1]
+                done += len(passes) * p.shape[0] * p.shape[1]
         flops(done // rows)
 
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay, on what has two or more dimensions."""
+    """Adam with decoupled weight decay, on what has two or more dimensions.
+
+    >>> AdamW(lr=3e-4).weight_decay
+    0.01
+    """
 
     weight_decay: float = 1e-2
 
@@ -183,6 +193,10 @@ class SGD:
 
     The operations and their order are those of torch.optim.SGD without dampening, whose first
     momentum is the first gradient: a momentum that starts at zero comes to the same.
+
+    >>> import zerosim as zs
+    >>> zs.DP(zs.MLP(), ranks=2, optimizer=SGD(momentum=0.9)).bytes_per_param()
+    12.0
     """
 
     lr: float = 1e-2

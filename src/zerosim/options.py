@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any, Literal, TypeVar, get_args
 
-from zerosim.bands import PRECISIONS, WIRES, Band, Precision
-from zerosim.kernels import Choice
+from zerosim.bands import PARAM_WIRES, PRECISIONS, WIRES, Band, Precision
+from zerosim.kernels.operations import Choice
 from zerosim.optimizer import SGD, Adam
 from zerosim.util.arguments import instance_of, integer, one_of
 
@@ -33,6 +33,12 @@ class LossScale:
     multiplies it by ``backoff``, though not below ``least``; ``interval`` steps without one multiply it by
     ``growth``. So many overflows are tolerated before the first backs off as ``hysteresis`` says (DeepSpeed's;
     1 is torch's). ValueError for what cannot be.
+
+    >>> import zerosim as zs
+    >>> run = zs.ZeRO1(zs.MLP(), ranks=2, loss_scale=LossScale(init=1024.0))
+    >>> _ = run.step(*zs.batches(ranks=2))
+    >>> run.reports[-1].scale
+    1024.0
     """
 
     init: float = 65536.0
@@ -57,7 +63,7 @@ class Options:
     * ``precision``: ``"mixed"`` (fp16 working copy, fp32 master and moments), ``"bf16"``, ``"fp32"``, or
       another of ``bands.PRECISIONS``.
     * ``wire``: the dtype that blocks are sent in, ``"fp32"``, ``"fp16"`` or ``"bf16"``; ``wire_params`` that
-      of parameters, if it is another.
+      of parameters, if it is another, or ``"int8"``: blocks of 256 that share an fp32 scale (ZeRO++'s qwZ).
     * ``gather``: ZeRO-3 gathers ``"layer"`` by layer and releases at once, or the whole ``"model"``;
       ``prefetch``: how many further layers it gathers before one computes.
     * ``bucket``: one flat buffer per ``"layer"``, one for the ``"model"``, or an integer: consecutive layers
@@ -77,6 +83,7 @@ class Options:
     * ``kernels``: ``"numba"`` computes with compiled kernels, ``"numpy"`` without, ``"auto"`` as the environment's
       ``ZEROSIM_KERNELS`` says, or else with them where numba is installed. The bits are the same.
     * ``threads``: how many of them the compiled kernels use. The bits are the same.
+    * ``keep_reports``: the reports of so many of the last steps are kept, ``keep_events`` of them with their logs.
     * ``node``: so many ranks are a group. Rows with groups shard within it; every row counts what leaves it.
 
     ValueError or TypeError, in the words of the call, for what is unknown or does not go together.
@@ -109,6 +116,8 @@ class Options:
     loss_scale: float | LossScale | None = None
     kernels: Choice = "auto"
     threads: int = 1
+    keep_reports: int = 100
+    keep_events: int = 2
 
     def __post_init__(self) -> None:
         one_of("Scheme", "precision", self.precision, PRECISIONS)
@@ -122,7 +131,8 @@ class Options:
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
         needed = [] if isinstance(self.bucket, str) else [("bucket", 1)]
-        needed += [("prefetch", 0), ("accumulate", 1), ("threads", 1)]
+        needed += [("prefetch", 0), ("accumulate", 1)]
+        needed += [("threads", 1), ("keep_reports", 1), ("keep_events", 1)]
         needed += [(name, 1) for name in ("capacity", "host_capacity", "node") if getattr(self, name) is not None]
         for name, least in needed:
             object.__setattr__(self, name, integer("Scheme", name, getattr(self, name), least))
@@ -135,13 +145,20 @@ class Options:
         if self.sync is not None:
             one_of("Scheme", "sync", self.sync, get_args(Sync))
         if self.wire_params is not None:
-            one_of("Scheme", "wire_params", self.wire_params, WIRES)
+            one_of("Scheme", "wire_params", self.wire_params, PARAM_WIRES)
         self._check_wires()
 
     def _check_wires(self) -> None:
         grads = self.recipe.dtypes(WIRES[self.wire])[Band.UNREDUCED]
         wires = [("wire", self.wire, grads), ("wire_params", self.wire_params or self.wire, self.recipe.working)]
         for option, given, carried in wires:
+            if given == "int8":
+                if self.recipe.master or not self.recipe.everywhere:
+                    continue
+                raise ValueError(
+                    f"Scheme(wire_params): what int8 rounds must be kept exactly, by master weights, and "
+                    f"precision={self.precision!r} has none. Use precision='mixed' or 'bf16', or leave wire_params out."
+                )
             if given != "fp32" and WIRES[given] != carried:
                 option = "wire" if given == self.wire else option
                 raise ValueError(
@@ -164,6 +181,8 @@ class Options:
 
 def chosen(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     """The options with those keywords in their place. TypeError, naming what there is, for one that is unknown."""
+    if options is not None:
+        instance_of("Scheme", "options", options, Options)
     known = Options.__dataclass_fields__
     if unknown := [name for name in keywords if name not in known]:
         raise TypeError(f"Scheme: there is no option {unknown[0]!r}. Use one of {', '.join(known)}.")

@@ -16,8 +16,9 @@ from math import prod
 from typing import overload
 
 from zerosim.bands import Array, Band, DType, Place
-from zerosim.kernels import NUMPY, Kernels
+from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.ledger import Ledger
+from zerosim.pool import Pool
 
 ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
 
@@ -26,7 +27,16 @@ class OutOfMemory(MemoryError):
     """A hold would have passed the card's capacity. Nothing was allocated; the ledger stands as it was.
 
     Attributes: ``rank``, ``band``, ``unit`` (the layer), ``asked`` bytes, ``held`` bytes by
-    band, ``capacity`` bytes, the ``place`` that was full, and ``ledger``, the run's record up to here.
+    band, ``capacity`` bytes, the ``place`` that was full, what was held ``on_card`` whichever it was, and
+    ``ledger``, the run's record, which goes on.
+
+    >>> import zerosim as zs
+    >>> run = zs.ZeRO3(zs.MLP(), ranks=8, capacity=100_000)
+    >>> try:
+    ...     run.step(*zs.batches(ranks=8))
+    ... except zs.OutOfMemory as error:
+    ...     f"{error.asked:,} B of {error.band} for {error.unit}"
+    '33,024 B of gathered params for layer 2'
     """
 
     def __init__(
@@ -36,6 +46,7 @@ class OutOfMemory(MemoryError):
         self.asked, self.capacity, self.ledger = asked, capacity, ledger
         there = ledger.held if place is Place.CARD else ledger.host
         self.held = {name: nbytes for name, nbytes in there.items() if nbytes}
+        self.on_card = {name: nbytes for name, nbytes in ledger.held.items() if nbytes}
         total, where = sum(self.held.values()), "the card" if place is Place.CARD else "its part of the host"
         held = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.held.items()) or "nothing"
         advice = "a higher stage or a larger card" if place is Place.CARD else "or offload less"
@@ -46,7 +57,7 @@ class OutOfMemory(MemoryError):
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Allocation:
     array: Array
     band: Band
@@ -60,7 +71,8 @@ class Ranks:
 
     ``dtypes`` gives each band's dtype; ``empty`` is how this world makes an array;
     ``capacity`` is the memory of one card in bytes, or None for no limit, and ``host_capacity`` that
-    of the host for each rank; ``kernels`` is what computes there.
+    of the host for each rank; ``kernels`` is what computes there. ``exact`` says that a block of memory is
+    of one shape and dtype for good.
     """
 
     def __init__(
@@ -72,14 +84,15 @@ class Ranks:
         capacity: int | None = None,
         host_capacity: int | None = None,
         kernels: Kernels = NUMPY,
+        *,
+        exact: bool = True,
     ) -> None:
         self.kernels = kernels
         self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
         self.host_capacity = host_capacity
-        self._empty = empty
+        self._pool = Pool(empty, exact=exact)
         self.allocations = 0  # so far, whether freed since or not
         self._live: dict[int, _Allocation] = {}  # in order of allocation
-        self._spare: dict[tuple[tuple[int, ...], DType], list[Array]] = {}  # freed, to be handed out again
 
     def hold(
         self, band: Band, shape: tuple[int, ...], unit: str = "", dtype: DType | None = None, place: Place = Place.CARD
@@ -102,12 +115,11 @@ class Ranks:
             held = self.ledger.total if place is Place.CARD else sum(self.ledger.host.values())
             if held + asked > capacity:
                 raise OutOfMemory(self.ids[0], band, unit, asked, capacity, self.ledger, place)
-        spare = self._spare.get((shape, dtype))
-        # A view, so that each hold is an array of its own, and freeing one twice is an error.
-        array = (spare.pop() if spare else self._empty((len(self.ids), *shape), dtype)).view()
+        rows = len(self.ids)
+        array = self._pool.take((rows, *shape), dtype)
         self.allocations += 1
         self._live[id(array)] = _Allocation(array, band, unit, self.allocations, place)
-        self.ledger.hold(band, array.nbytes // len(self.ids), unit, place)
+        self.ledger.hold(band, array.nbytes // rows, unit, place)
         return array
 
     def free(self, array: Array) -> None:
@@ -119,7 +131,7 @@ class Ranks:
                 f"{array.shape}. Pass the array itself, not a view, and only once."
             )
         del self._live[id(array)]
-        self._spare.setdefault((array.shape[1:], array.dtype), []).append(array)
+        self._pool.give(array)
         self.ledger.free(allocation.band, array.nbytes // len(self.ids), allocation.unit, allocation.place)
 
     def live(self, band: Band | None = None, place: Place | None = None) -> Iterator[tuple[Band, str, Array]]:
@@ -155,6 +167,11 @@ class Rank(Mapping[str, list[Array]]):
 
     ``rank["master"]`` is a list of arrays, one per bucket, in the order of allocation: views that
     cannot be written. KeyError for a band that there is not, or of which nothing is held.
+
+    >>> import zerosim as zs
+    >>> rank = zs.ZeRO1(zs.MLP(), ranks=8).ranks[3]
+    >>> [array.shape for array in rank["master"]]
+    [(1040,), (2064,), (1032,)]
     """
 
     def __init__(self, ranks: Ranks, row: int) -> None:
@@ -195,6 +212,8 @@ class Workspace:
     ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one; ``kernels`` is what
     computes on it.
     """
+
+    kernels: Kernels = NUMPY
 
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
         self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels

@@ -7,33 +7,40 @@ which world it runs: the ring that it is handed decides that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from math import prod
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from zerosim.bands import FP32, MODEL_STATES, WIRES, Array, Band, DType, Place
+from zerosim.bands import FP32, MODEL_STATES, PARAM_WIRES, WIRES, Array, Band, DType
 from zerosim.buckets import Bucket, build, distinct, split
 from zerosim.comm import Comm, Ring
+from zerosim.counts import Event, Phase, Report
 from zerosim.gradients import Gradients
-from zerosim.kernels import choose
+from zerosim.kernels.choice import choose
 from zerosim.layers import Checkpointed, MicroBatch, Model, Pass, Turn
-from zerosim.ledger import Ledger, Phase, Report
+from zerosim.ledger import Ledger
 from zerosim.options import LossScale, Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
 from zerosim.scaling import Agreement, Scaler, tell
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.updates import Update
 from zerosim.util import arguments
 from zerosim.util.batches import micro_batches
+from zerosim.util.front_door import public
 from zerosim.worlds.local import LocalRing
 
+if TYPE_CHECKING:
+    from zerosim.api.compare import Comparison
+    from zerosim.api.timeline import Timeline
+
+Listener = TypeVar("Listener", bound=Callable[[Event], object])
 __all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
 LASTING = (*MODEL_STATES, Band.BUFFERS, Band.BUCKET)  # what outlives a step
-OWNED = tuple(band for band in MODEL_STATES if band not in (Band.PARAMS, Band.GRADS))  # what the optimizer has alone
 
 
 def _check_memory(stage: Stage, sizes: Sequence[int], ranks: int, options: Options) -> None:
@@ -56,6 +63,14 @@ class Scheme:
     process unless told otherwise. ``collectives`` is what runs over it, ``Comm`` or something with its face.
 
     ValueError, TypeError or MemoryError, before anything is allocated, for what cannot be trained.
+
+    >>> import zerosim as zs
+    >>> run = zs.ZeRO3(zs.MLP(), ranks=4, precision="bf16")
+    >>> seen = []
+    >>> _ = run.on_event(lambda event: seen.append(event.name))
+    >>> [batch] = zs.batches(ranks=4)
+    >>> f"{run.step(batch):.4f}", run.reports[-1].peak.by_band["gathered params"], len(seen)
+    ('2.9...', 33024, 88)
     """
 
     def __init__(
@@ -94,11 +109,14 @@ class Scheme:
             )
         rings = self.ring.split(options.node or ranks)
         self.ring = rings[0]
-        wire, wire_params = WIRES[options.wire], WIRES[options.wire_params or options.wire]
-        self.ledger = Ledger(len(self.ring.ids), apart=[Band.ACTIVATIONS])
+        wire, wire_params = WIRES[options.wire], PARAM_WIRES[options.wire_params or options.wire]
+        self.ledger = Ledger(
+            len(self.ring.ids), apart=[Band.ACTIVATIONS],
+            keep_reports=options.keep_reports, keep_events=options.keep_events,
+        )  # fmt: skip
         self.ranks = Ranks(
             self.ring.ids, recipe.dtypes(wire), self.ledger, self.ring.empty, options.capacity, options.host_capacity,
-            choose(options.kernels, options.threads),
+            choose(options.kernels, options.threads), exact=not self.ring.here,
         )  # fmt: skip
 
         def comms(dtype: DType) -> list[Comm]:
@@ -113,6 +131,7 @@ class Scheme:
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
         self._gradients = Gradients(*given, comms(wire), self.ranks, options)
         self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
+        self._update = Update(row, self.buckets, self._parameters, self._gradients, self.ranks, options, ranks)
         self._scalars = comms(FP32)[0]
         self._agreement: Agreement | None = None
         if options.clip is not None or options.loss_scale is not None:
@@ -147,11 +166,11 @@ class Scheme:
                     losses.append(self._micro_batch(each, total, last=index == len(micro_batches) - 1))
                 self._apply(report)
                 report.loss = report.mean_of_means = float(np.mean(np.concatenate(losses)))
+                report.losses = np.mean(np.stack(losses, axis=1), axis=1).tolist()
                 if total is not None:
                     shares = np.concatenate([each.weights for each in micro_batches])
                     report.loss = float(np.average(np.concatenate(losses), weights=shares))
-                padding = [bucket.padding(len(self.ring.ids)) for bucket in self.buckets]
-                report.padding = np.sum(padding, axis=0).tolist()
+                report.padding = self._padding.copy()
                 return report.loss
             except BaseException:
                 self._abandon()
@@ -244,91 +263,18 @@ class Scheme:
                     if not agreed.finite:
                         report.skipped = True
                         return
-            self._update(factor)
+            self.updates += 1
+            self._update.apply(factor, step=self.updates, rate=self._rate())
+            for bucket in self.buckets:
+                if bucket.trainable:
+                    self._parameters.update(bucket)
 
-    def _update(self, factor: Shaped[Array, "R 1"] | None) -> None:
-        """The optimizer on what each rank owns; then, where parameters are held by more than own them, a gather."""
+    def _rate(self) -> float:
+        """What the schedule multiplies every learning rate by."""
         schedule = self.options.optimizer.schedule
-        rate = 1.0
-        if schedule is not None:
-            rate = schedule.factor(self.updates if schedule.counts == "updates" else self.steps - 1)
-        self.updates += 1
-        trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        for bucket in trainable:
-            owned = [self._parameters.owned(bucket), self._gradients.owned(bucket)]
-            shape = max((each.shape for each in owned), key=len)  # pieces of what is whole lie as their ring does
-            with self._where_updated(bucket, *(each.reshape(shape) for each in owned)) as (params, grads):
-                states: dict[Band, Array] = {
-                    band: state.reshape(shape) for band, state in bucket.states.items() if band in OWNED
-                }
-                if (main := states.get(Band.MAIN_GRADS)) is not None:
-                    self.ranks.kernels.convert(grads, main)
-                    grads = main
-                if factor is not None:  # a register: what is kept is not rewritten
-                    scaled = np.empty_like(grads, FP32, shape=shape)
-                    self.ranks.kernels.convert(grads, scaled)
-                    grads = np.multiply(scaled, factor.reshape(*shape[:-1], 1), out=scaled)
-                    self.ledger.flops(grads.size // len(self.ring.ids))
-                master = states.get(Band.MASTER, params)
-                moments = {str(band): states[band] for band in self.options.optimizer.states}
-                done: list[list[int]] = []  # operations, by rank where each is updated by itself
-                for part, lr, decay, first in self._parts(bucket, shape):
-                    if first:
-                        done.append([])
-                    self.options.optimizer.update(
-                        master[part], grads[part], **{name: state[part] for name, state in moments.items()},
-                        step=self.updates, flops=done[-1].append, lr=lr * rate, weight_decay=decay,
-                        kernels=self.ranks.kernels,
-                    )  # fmt: skip
-                self.ledger.flops(max(map(sum, done)))
-                if master is not params:
-                    self.ranks.kernels.convert(master, params)
-                self.ledger.computed(bucket.name)
-        for bucket in trainable:
-            self._parameters.update(bucket)
-
-    def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float, bool]]:
-        """What ranks own of a bucket, cut where rate or weight decay change: with both, and if it is a rank's first."""
-        rates = self.options.optimizer.rates(bucket.name, bucket.group.shapes)
-        if len(set(rates)) == 1:
-            yield ..., *rates[0], True
-            return
-        ends = np.cumsum([prod(each) for each in bucket.group.shapes]).tolist()
-        ends[-1] = bucket.padded
-        n, node, length = self.ring.size, self.options.node, shape[-1]
-        for row, rank in enumerate(self.ring.ids):
-            start = self.shard.piece(Band.MASTER, rank, n, node)[0] * length
-            at = np.unravel_index(row, shape[:-1])
-            for first, last, (lr, decay) in zip([0, *ends[:-1]], ends, rates, strict=True):
-                low, high = max(first - start, 0), min(last - start, length)
-                if low < high:
-                    yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), lr, decay, low == 0
-
-    @contextmanager
-    def _where_updated(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:
-        """The owned parameters and gradients [..., n] where the optimizer is: on the host, they are copied there."""
-        if "optimizer" not in self.shard.offload:
-            yield params, grads
-            return
-        rows, copies = len(self.ring.ids), []
-
-        def down(band: Band, array: Array) -> Array:
-            copies.append(here := self.ranks.hold(band, (array.size // rows,), bucket.name, place=Place.HOST))
-            self.ranks.kernels.convert(array, here.reshape(array.shape))
-            self.ledger.copy(Place.HOST, band, here.nbytes // rows, bucket.name)
-            return here.reshape(array.shape)
-
-        if not self.shard.offloads(Band.GRADS):
-            grads = down(Band.GRADS, grads)
-        there = self.shard.offloads(Band.PARAMS)
-        updated = params if there or Band.MASTER in bucket.states else down(Band.PARAMS, params)
-        yield updated, grads
-        if not there:
-            if updated is not params:
-                self.ranks.kernels.convert(updated, params)
-            self.ledger.copy(Place.CARD, Band.PARAMS, params.nbytes // rows, bucket.name)
-        for array in copies:
-            self.ranks.free(array)
+        if schedule is None:
+            return 1.0
+        return schedule.factor(self.updates - 1 if schedule.counts == "updates" else self.steps - 1)
 
     def _abandon(self) -> None:
         """After an error within a step: give back all that does not outlive a step."""
@@ -337,12 +283,46 @@ class Scheme:
             if band not in LASTING:
                 self.ranks.free(array)
 
+    @cached_property
+    def _padding(self) -> list[int]:
+        """Bytes of padding that each rank here holds: states have the shapes that they were allocated with."""
+        held: list[int] = np.sum([bucket.padding(len(self.ring.ids)) for bucket in self.buckets], axis=0).tolist()
+        return held
+
     # -- what a user reads
+
+    def __repr__(self) -> str:
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        done = "not stepped yet" if not self.reports else f"{steps}, loss {self.reports[-1].loss:.6f}"
+        return (
+            f"{self.name} on {self.ring.size} ranks: {self.model.n_params:,} parameters, "
+            f"{self.options.precision}, {done}; a rank holds {self.ledger.total:,} B "
+            f"({self.bytes_per_param():.4f} per parameter), {self.ledger.peak().total:,} B at the peak"
+        )
 
     @property
     def reports(self) -> list[Report]:
-        """One record per step."""
+        """One record per step, the last ones: the options ``keep_reports`` and ``keep_events`` say how many."""
         return self.ledger.reports
+
+    def on_event(self, listener: Listener) -> Listener:
+        """Call ``listener`` with each ``Event`` that follows: every hold, free, computation and collective."""
+        self.ledger.listeners.append(listener)
+        return listener
+
+    def save(self, folder: str | Path) -> None:
+        """Write the run to a folder, whole or not at all; ``zerosim.load`` takes it up, under any row and ranks."""
+        public("save")(self, folder)
+
+    def timeline(self, step: int = -1) -> Timeline:
+        """What a rank held from event to event of a step, by default the last: to plot, or to save."""
+        found: Timeline = public("Timeline")(self, step)
+        return found
+
+    def results(self) -> Comparison:
+        """Everything recorded so far: a table, a page, a results file."""
+        found: Comparison = public("Comparison").of(self)
+        return found
 
     def flat(self, band: Band | str) -> Shaped[Array, "n"]:
         """A model state as one unpadded vector, a copy, put together from the ranks of this process.
@@ -397,6 +377,3 @@ class Scheme:
     def bytes_comm_per_rank(self) -> int:
         """Bytes sent so far by the busiest rank of this process."""
         return max(self.ledger.sent())
-
-
-Stage.train = Scheme

@@ -11,13 +11,14 @@ piece, and the rules that a row must keep. Must not know the training step that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerosim.bands import FP32, Band, Precision
 from zerosim.options import Options, chosen, with_options
+from zerosim.util.front_door import public
 
 if TYPE_CHECKING:
     from zerosim.schemes import Scheme
@@ -43,6 +44,10 @@ class Over(StrEnum):
         return self if ranks > 1 else Over.NOBODY
 
 
+def _kind(band: Band) -> str:
+    return {Band.PARAMS: "params", Band.GRADS: "grads"}.get(band, "optimizer")
+
+
 @dataclass(frozen=True)
 class Stage:
     """A row of the table. Calling it starts a training run, a ``Scheme``.
@@ -60,9 +65,6 @@ class Stage:
     ((1, 4), (3, 8))
     """
 
-    # ``Scheme``: schemes.py, which reads these rows, puts itself here. Readers of records resolve this annotation.
-    train: ClassVar[Callable[..., Any]]
-
     name: str
     optimizer: Sharded = Over.NOBODY
     grads: Sharded = Over.NOBODY
@@ -71,45 +73,46 @@ class Stage:
     offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        levels = list(Over)
         for kind in OFFLOADABLE:
-            over = {True: Over.ALL, False: Over.NOBODY}.get(getattr(self, kind), getattr(self, kind))
-            if over not in levels:
-                raise ValueError(f"Stage {self.name!r}: {kind} is sharded over {', '.join(levels)}; got {over!r}.")
-            object.__setattr__(self, kind, Over(over))
+            over = getattr(self, kind)
+            object.__setattr__(self, kind, {True: Over.ALL, False: Over.NOBODY}.get(over, over))
         object.__setattr__(self, "offload", tuple(self.offload))
-        optimizer, grads, params = (levels.index(Over(getattr(self, kind))) for kind in OFFLOADABLE)
+        for reason in self._contradictions():
+            raise ValueError(f"Stage {self.name!r}: {reason}")
+        for kind in OFFLOADABLE:
+            object.__setattr__(self, kind, Over(getattr(self, kind)))
+
+    def _contradictions(self) -> Iterator[str]:
+        """What makes no sense of the row; each may take it that those before it are not the case."""
+        levels, reshard = list(Over), self.reshard_after_forward
+        states = {kind: getattr(self, kind) for kind in OFFLOADABLE}
+        for kind, over in states.items():
+            if over not in levels:
+                yield f"{kind} is sharded over {', '.join(levels)}; got {over!r}."
+        optimizer, grads, params = (levels.index(over) for over in states.values())
         if not optimizer >= grads >= params:
-            raise ValueError(
-                f"Stage {self.name!r}: a rank that lacks the gradients of a parameter cannot update it, and one that "
-                f"lacks the parameter has no use for its full gradients. Shard the optimizer over at least as many "
-                f"ranks as grads, and these over at least as many as params."
+            yield (
+                "a rank that lacks the gradients of a parameter cannot update it, and one that lacks the parameter has "
+                "no use for its full gradients. Shard the optimizer over at least as many ranks as grads, and these "
+                "over at least as many as params."
             )
-        if self.reshard_after_forward not in (True, False, "group"):
-            raise ValueError(
-                f"Stage {self.name!r}: reshard_after_forward is True, False or 'group'; got "
-                f"{self.reshard_after_forward!r}."
-            )
-        if self.reshard_after_forward is not True and not params:
-            raise ValueError(
-                f"Stage {self.name!r}: whole parameters are never gathered. Leave out reshard_after_forward."
-            )
-        if self.reshard_after_forward == "group" and self.params is not Over.ALL:
-            raise ValueError(
-                f"Stage {self.name!r}: a second copy within the group needs parameters that are sharded over all; "
-                f"within the group they are sharded already. Use params='all', or reshard_after_forward=False."
+        if reshard not in (True, False, "group"):
+            yield f"reshard_after_forward is True, False or 'group'; got {reshard!r}."
+        if reshard is not True and not params:
+            yield "whole parameters are never gathered. Leave out reshard_after_forward."
+        if reshard == "group" and self.params != Over.ALL:
+            yield (
+                "a second copy within the group needs parameters that are sharded over all; within the group they are "
+                "sharded already. Use params='all', or reshard_after_forward=False."
             )
         if unknown := [kind for kind in self.offload if kind not in OFFLOADABLE]:
-            raise ValueError(f"Stage {self.name!r}: offload is of {', '.join(OFFLOADABLE)}; got {unknown[0]!r}.")
+            yield f"offload is of {', '.join(OFFLOADABLE)}; got {unknown[0]!r}."
         if self.offload and "optimizer" not in self.offload:
-            raise ValueError(
-                f"Stage {self.name!r}: what the host holds is updated there, so the optimizer must be there too. "
-                f"Add 'optimizer' to offload."
+            yield (
+                "what the host holds is updated there, so the optimizer must be there too. Add 'optimizer' to offload."
             )
         if "params" in self.offload and not params:
-            raise ValueError(
-                f"Stage {self.name!r}: parameters on the host are gathered for each use, so they must be sharded."
-            )
+            yield "parameters on the host are gathered for each use, so they must be sharded."
 
     @with_options
     def __call__(
@@ -120,23 +123,31 @@ class Stage:
 
         Options come as keywords, as one record, or as both, and then the keywords count.
         """
-        made: Scheme = self.train(self, model, ranks, chosen(options, keywords), ring=ring, collectives=collectives)
+        given = chosen(options, keywords)
+        made: Scheme = public("Scheme")(self, model, ranks, given, ring=ring, collectives=collectives)
         return made
 
     def over(self, band: Band) -> Over:
         """Over whom this model state is sharded."""
-        over: dict[Band, Over] = {Band.PARAMS: self.params, Band.GRADS: self.grads}
-        return over.get(band, Over(self.optimizer))
+        return Over(getattr(self, _kind(band)))
 
     def offloads(self, band: Band) -> bool:
         """Whether this model state is held by the host."""
-        kind = {Band.PARAMS: "params", Band.GRADS: "grads"}.get(band, "optimizer")
-        return kind in self.offload
+        return _kind(band) in self.offload
 
     @property
     def two_axes(self) -> bool:
         """Whether gradients are reduced over the group and then over the replicas, and not over all at once."""
         return Over.GROUP in (self.optimizer, self.grads, self.params)
+
+    def order(self, wire_params: str | None = None) -> tuple[object, ...]:
+        """What decides the bits of a training: rows of one order, resolved by ``on``, agree in every one.
+
+        The rings in which gradients are summed; and where parameters are rounded as they are sent, as to int8,
+        who gathers them from whom.
+        """
+        gathers = self.optimizer, self.params, self.reshard_after_forward == "group"
+        return (self.two_axes, *gathers) if wire_params == "int8" else (self.two_axes,)
 
     def on(self, ranks: int, node: int | None, *, gathers: bool = False) -> Stage:
         """The row as so many ranks in groups of ``node`` run it: groups of 1 or of all make it a plain one.
@@ -151,21 +162,20 @@ class Stage:
             raise ValueError(
                 f"Scheme(node): {ranks} ranks cannot be cut into groups of {node}. Use {', '.join(map(str, fit))}."
             )
-        node = node or ranks
-        gathers = gathers or "params" in self.offload
-        alone = gathers and ranks == 1
-        states = {kind: Over(getattr(self, kind)) for kind in OFFLOADABLE}
-        resolved = {kind: over and Over.ALL if alone else over.on(ranks, node) for kind, over in states.items()}
-        if gathers and not resolved["params"]:
+        node, gathers = node or ranks, gathers or "params" in self.offload
+        changes: dict[str, Any] = {}
+        for kind in OFFLOADABLE:
+            over = Over(getattr(self, kind))
+            changes[kind] = over and Over.ALL if gathers and ranks == 1 else over.on(ranks, node)
+        if gathers and not changes["params"]:
             raise ValueError(
                 f"Scheme(node): {self.name} gathers its parameters, and a group of one has nothing to gather. Use a "
                 f"larger node."
             )
-        reshard: Any = self.reshard_after_forward
+        reshard = self.reshard_after_forward
         if reshard == "group" and node in (1, ranks):
             reshard = node == ranks
-        changes: dict[str, Any] = {**resolved, "reshard_after_forward": reshard or not resolved["params"]}
-        return replace(self, **changes)
+        return replace(self, **changes, reshard_after_forward=reshard or not changes["params"])
 
     def piece(self, band: Band, rank: int, ranks: int, node: int | None = None) -> tuple[int, int]:
         """Which of how many equal pieces of this model state ``rank`` owns: (0, 1) where each has all of it."""

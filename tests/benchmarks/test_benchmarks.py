@@ -24,7 +24,7 @@ import rivals  # noqa: E402
 import write_tables  # noqa: E402
 from cases import PRECISIONS, Case, Job  # noqa: E402
 from line import Side, SideFailed  # noqa: E402
-from rivals import FLOOR, ROSTER, ZEROSIM, Rival  # noqa: E402
+from rivals import FLOOR, PLAIN, ROSTER, ZEROSIM, Rival  # noqa: E402
 
 TINY = Case("tiny", (7, 11, 5), 3, 2, check=3, rounds=2)  # no layer divides by 3 ranks
 JOBS = [TINY.job(stage.name, precision) for precision in PRECISIONS for stage in SCHEMES]
@@ -42,7 +42,7 @@ def test_every_side_trains_the_same(rival: Rival) -> None:
     """Each side that can be run here has the package's losses under every scheme and precision, to rounding."""
     if not rival.installed:
         pytest.skip(f"{rival.needs} is not installed")
-    with Side(rival.name, rival.module) as side:
+    with Side(rival.name, rival.module, variables=rival.environment) as side:
         for job in JOBS:
             side.train(job)
             seconds, losses = side.step(5)
@@ -50,7 +50,7 @@ def test_every_side_trains_the_same(rival: Rival) -> None:
             ours = package_losses(job, 5)
             bench.check(job, {ZEROSIM: ours, rival.name: losses})
             assert len(set(losses)) == 5, "it does train"
-            if rival.name == ZEROSIM:
+            if rival.name in (ZEROSIM, PLAIN):
                 assert losses == ours
 
 
@@ -217,6 +217,39 @@ def test_a_missed_target_is_named() -> None:
     text = "\n".join(write_tables.tables({"fp32": missed}))
     assert "- Within 3 times the floor, the target: not under ZeRO-1 (4.00)." in text
     assert "- Ahead of gloo processes, the target: not under ZeRO-1, by" in text
+
+
+def test_targets_are_those_of_the_row() -> None:
+    """Each row has the target of its case, precision and scheme; one that is timed on the side has none."""
+    assert [Job(stage.name, "mixed", (7, 5), 3, 2).target("mission") for stage in SCHEMES] == [0.7, 1.6, 1.6, 1.9]
+    assert Job("ZeRO-3", "fp32", (7, 5), 3, 2).target("N=256") == 3
+    assert Job("ZeRO-3", "fp32", (7, 5), 3, 2).target("tiny") is None
+
+
+def test_what_has_become_slower_shows() -> None:
+    """Beside what is recorded: a ratio that is larger by more than a tenth, with quartiles that are apart."""
+    kept = some_record(
+        some_row("ZeRO-1", zerosim=2.0), some_row("ZeRO-2", zerosim=2.0), some_row("ZeRO-3", zerosim=2.0)
+    )
+    now = some_record(some_row("ZeRO-1", zerosim=2.1), some_row("ZeRO-2", zerosim=2.5), some_row("ZeRO-3", zerosim=2.5))
+    now["steps"][2]["sides"][ZEROSIM]["ratio"] = [1.9, 2.5, 2.6]
+    lines, slower = write_tables.beside(now, kept)
+    assert slower
+    assert lines[2:] == [
+        "| mission | ZeRO-1 | zerosim | 2.00 | 2.10 |  |",
+        "| mission | ZeRO-2 | zerosim | 2.00 | 2.50 | **slower** |",
+        "| mission | ZeRO-3 | zerosim | 2.00 | 2.50 |  |",
+    ]
+    assert write_tables.beside(kept, kept)[1] is False
+
+
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_a_side_is_timed_by_either_clock(clock: str) -> None:
+    """A side that waits takes time on the wall, and none of its own."""
+    with Side(FLOOR, ROSTER[FLOOR].module, clock=clock) as side:
+        side.train(TINY.job("ZeRO-1", "fp32"))
+        assert side.step(3)[0] > 0
+        assert side.libraries == {"numpy": np.__version__}
 
 
 def test_a_busy_machine_shows() -> None:

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from zerosim.bands import PRECISIONS, Band
 from zerosim.cli import corroborate as corroboration
+from zerosim.cli import lab as lab_command
 from zerosim.cli import main as cli
 from zerosim.cli import plan as planner
+from zerosim.counts import Phase
 from zerosim.lab import suite as lab
-from zerosim.ledger import Phase
 from zerosim.records import consistency as soundness
 from zerosim.records import results
 from zerosim.records.files import ResultsError
@@ -75,7 +76,7 @@ def nothing_slow(monkeypatch: pytest.MonkeyPatch, found: Results) -> None:
         raise ValueError("nothing is run here")
 
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
-    monkeypatch.setattr(cli, "_run", lambda _: found)
+    monkeypatch.setattr(lab_command, "_run", lambda *_: found)
     monkeypatch.setattr(plots, "figures", lambda _: {})
     monkeypatch.setattr(corroboration, "_run", refuse)
     monkeypatch.setattr(planner, "_run", refuse)
@@ -207,7 +208,8 @@ def test_a_file_with_another_value_is_refused_or_read_whole(
 # Integers that can be anything: what was asked for and is not in any number measured, and what has no counterpart.
 FREE = {
     "settings.batch", "settings.seed", "settings.model_seed", "settings.capacity",
-    "schemes.steps.traffic.messages", "schemes.out_of_memory.held", "schemes.out_of_memory.asked", "schemes.out_of_memory.rank",
+    "schemes.steps.traffic.messages", "schemes.out_of_memory.held",
+    "schemes.out_of_memory.asked", "schemes.out_of_memory.rank",
     "ablations.whole_model_gather.states", "ablations.whole_model_gather.gathered",
     "ablations.whole_model_gather.zero2_resident", "ablations.whole_model_gather.peak",
     "ablations.whole_model_gather.peak_by_layer", "ablations.narrow_wire.sent", "ablations.narrow_wire.sent_fp32",
@@ -256,7 +258,7 @@ def test_no_count_can_be_changed_alone(found: Results, card: Results) -> None:
         (lambda text: text.replace('"noise"', '"\\ud800"', 1), "surrogates not allowed"),
         (lambda text: text.replace('"messages": ', f'"messages": {2**63}', 1), "<= 9223372036854775807"),
         (lambda text: text.replace('"step": 1', '"step": -1', 1), ">= 0"),
-        (lambda text: text.replace('"name": "ZeRO-1"', '"name": "ZeRO-4"', 1), "in this order"),
+        (lambda text: text.replace('"name": "ZeRO-1"', '"name": "ZeRO-4"', 1), "each of its own scheme"),
         (lambda text: "{" + '"a": {' * 50_000, "not a whole record"),
     ],
     ids=["a field twice", "too many digits", "half a character", "too large", "negative", "no such scheme", "too deep"],
@@ -373,13 +375,15 @@ PREPARED = """
 import os, resource, signal, sys
 from pathlib import Path
 import msgspec, plotly.offline
-from zerosim import cli, console, plots, results
+from zerosim.cli import lab as lab_command, main as cli
+from zerosim.records import results
+from zerosim.report import lab_console as console, plots
 
 plotly.offline.get_plotlyjs = lambda: ""
 plots.figures = lambda found: {}
 console.show = lambda *_: None
 found = results.load(Path(sys.argv[1]))
-cli._run = lambda settings: found
+lab_command._run = lambda *_: found
 command = ["lab", "--out", sys.argv[2]]
 """
 EVERY_INSTANT = (

@@ -135,7 +135,7 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "9-3"], "from a smaller number to a larger"),
         (["64,128", "--gpus", "9" * 30], "an integer from 1 to"),
         (["2,3", "--gpus", "10"], "10 ranks cannot shard 9 parameters"),
-        (["no/such/file", "--gpus", "4"], "Nothing is fetched from a network"),
+        (["no/such/file", "--gpus", "4"], "no model of that name is known here"),
         (["nul\0", "--gpus", "4"], "MODEL is a list of layer sizes"),
         (["no_such_module:factory", "--gpus", "4"], "package.module:factory"),
         (["64,128", "--gpus", "4", "--seq", "5"], "Leave --seq out"),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from zerosim.bands import BF16, FP32, MODEL_STATES, Array, Band
+from zerosim.counts import EventKind, Phase, Report
 from zerosim.layers import Group, Layer, Pass, Role
-from zerosim.ledger import EventKind, Phase, Report
 from zerosim.planner.cards import CARDS
 from zerosim.planner.conventions import CONVENTIONS
 from zerosim.planner.estimators import Estimate, Facts, estimates

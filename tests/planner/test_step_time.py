@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerosim.ledger import Phase
+from zerosim.counts import Phase
 from zerosim.model import MLP
 from zerosim.planner.cards import CARDS, Card, card
 from zerosim.planner.step_time import Computed, Limit, Operation, Sent, bound, operations

@@ -26,10 +26,11 @@ from selenium.webdriver.support.ui import WebDriverWait
 from zerosim.bands import MODEL_STATES, Band
 from zerosim.lab import suite as lab
 from zerosim.records import results
-from zerosim.records.results import EventRecord, Failure, Results, SchemeRecord, Settings
+from zerosim.records.results import EventRecord, Failure, Prediction, Results, SchemeRecord, Settings
 from zerosim.report import colors as palette
 from zerosim.report import page as report
-from zerosim.schemes import SCHEMES
+from zerosim.report.looks import look
+from zerosim.stages import SCHEMES, Stage
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -70,7 +71,7 @@ def hostile() -> Results:
         versions={HOSTILE: HOSTILE},
         settings=replace(whole.settings, data=HOSTILE),
         failures=[failure],
-        schemes=[replace(each, name=each.name + HOSTILE, events=marked(each.events)) for each in whole.schemes],
+        schemes=[replace(each, row=Stage(each.name + HOSTILE), events=marked(each.events)) for each in whole.schemes],
         sweep=[replace(row, scheme=row.scheme + HOSTILE, events=marked(row.events)) for row in whole.sweep],
         differences=[
             replace(each, scheme=each.scheme + HOSTILE, differing=banded(each.differing), largest=banded(each.largest))
@@ -122,7 +123,17 @@ def bare() -> Results:
     return replace(run(64), sweep=[])
 
 
-CASES: dict[str, Callable[[], Results]] = {"whole": run, "small_card": small_card, "hostile": hostile, "bare": bare}
+MINE = Stage("mine", optimizer=True, grads=True)
+
+
+def own() -> Results:
+    """The four and a row of the caller's own, which does what ZeRO-2 does."""
+    return lab.run(replace(SETTINGS, steps=1), rows=(*SCHEMES[:3], MINE, SCHEMES[3]))
+
+
+CASES: dict[str, Callable[[], Results]] = {
+    "whole": run, "small_card": small_card, "hostile": hostile, "bare": bare, "own": own,
+}  # fmt: skip
 
 
 @functools.cache
@@ -139,6 +150,11 @@ def read(which: str) -> Tables:
     return Tables(page(which, charts=False))
 
 
+def predicted(scheme: SchemeRecord) -> Prediction:
+    assert scheme.prediction is not None
+    return scheme.prediction
+
+
 def commas(*counts: int) -> list[str]:
     return [f"{count:,}" for count in counts]
 
@@ -147,8 +163,8 @@ def test_tables_of_bands_are_the_records() -> None:
     """At rest and at the peak each band has its bytes, measured and predicted, and they add up."""
     whole, tables = run(), read("whole").tables
     for name, sides in (
-        ("rest", [(each.steps[-1].resident, each.prediction.resident) for each in whole.schemes]),
-        ("peak", [(each.steps[-1].peak.by_band, each.prediction.peak) for each in whole.schemes]),
+        ("rest", [(each.steps[-1].resident, predicted(each).resident) for each in whole.schemes]),
+        ("peak", [(each.steps[-1].peak.by_band, predicted(each).peak) for each in whole.schemes]),
     ):
         rows = {band: cells for band, *cells in tables[name][2:]}
         counts = [side for pair in sides for side in pair]
@@ -164,7 +180,7 @@ def test_tables_of_traffic_flops_and_sweep_are_the_records() -> None:
     sent = [
         [
             each.name, moved.collective, moved.band,
-            *commas(max(moved.sent), each.prediction.traffic[moved.collective][moved.band], max(moved.padding)),
+            *commas(max(moved.sent), predicted(each).traffic[moved.collective][moved.band], max(moved.padding)),
             f"{moved.messages}",
         ]
         for each in whole.schemes
@@ -173,7 +189,7 @@ def test_tables_of_traffic_flops_and_sweep_are_the_records() -> None:
     assert tables["sent"][1:] == sent
     assert tables["flops"][2:] == [
         [each.name, *(cell for phase in ("forward", "backward", "optimizer")
-                      for cell in commas(each.steps[-1].flops[phase], each.prediction.flops[phase]))]
+                      for cell in commas(each.steps[-1].flops[phase], predicted(each).flops[phase]))]
         for each in whole.schemes
     ]  # fmt: skip
     fields = ("resident", "peak_without_activations", "peak", "sent")
@@ -212,7 +228,8 @@ def test_check_one_and_ablations_are_the_records() -> None:
     texts = [row[1] for row in tables["ablations"][1:]]
     assert f"{gather.states:,} B at rest + {gather.gathered:,} B gathered" in texts[0]
     assert f"{narrow.sent:,} B sent instead of {narrow.sent_fp32:,} B" in texts[1]
-    for text, drift in zip(texts[2:], whole.ablations.whole_model_bucket.values(), strict=True):
+    drifts = list(whole.ablations.whole_model_bucket.values())
+    for text, drift in zip(texts[-len(drifts) :], drifts, strict=True):
         assert f"after step 1: {drift.differing[0]:,} parameters differ" in text
         assert f"after step 3: {drift.differing[2]:,} parameters differ" in text
 
@@ -222,7 +239,7 @@ def test_what_is_not_as_predicted_is_marked(name: str) -> None:
     """A measured number that is off by one carries a mark, and only it does."""
     whole = run()
     first, *others = whole.schemes
-    last, expected = first.steps[-1], first.prediction
+    last, expected = first.steps[-1], predicted(first)
     wrong = {
         "rest": replace(expected, resident=expected.resident | {Band.GRADS: expected.resident[Band.GRADS] + 1}),
         "peak": replace(expected, peak=expected.peak | {Band.GRADS: expected.peak[Band.GRADS] + 1}),
@@ -856,3 +873,26 @@ def test_charts_answer_the_pointer(tab: Tab) -> None:
     pointer.move_to_element_with_offset(plot, -60, -30).click_and_hold().move_by_offset(90, 60).release().perform()
     tab.wait(f"document.getElementById('loss').layout.xaxis.range[0] > {first}")
     assert tab.js("return document.getElementById('loss').layout.xaxis.range[1]") < last
+
+
+@in_browser
+def test_a_row_of_ones_own_is_shown_like_any_other(tab: Tab) -> None:
+    """A fifth row, the caller's own, has a table row, a panel, and in every chart a colour and mark of its own."""
+    tab.open("own", charts=True)
+    names = [*NAMES[:3], "mine", NAMES[3]]
+    assert [row[0] for row in read("own").tables["summary"][2:]] == names
+    tab.choose("scheme", "")
+    assert tab.js(
+        "return [...document.querySelectorAll('.panel')]"
+        ".map((e) => [e.dataset.scheme, e.style.getPropertyValue('--scheme')])"
+    ) == [[name, look(place).color] for place, name in enumerate(names)]
+    for chart in ("traffic", "loss"):
+        marks = tab.js(
+            "return document.getElementById(arguments[0]).data.filter((t) => arguments[1].includes(t.name))"
+            ".map((t) => [t.name, t.marker.color, t.marker.symbol.replace('-open', ''), t.marker.size])", chart, names,
+        )  # fmt: skip
+        assert [mark[:3] for mark in marks] == [
+            [name, look(place).color, look(place).symbol] for place, name in enumerate(names)
+        ]
+        sizes = [size for *_, size in marks]
+        assert sizes == sorted(set(sizes), reverse=True)  # of marks in one place each is seen

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from zerosim.bands import Band
-from zerosim.ledger import Report
+from zerosim.counts import Report
 from zerosim.schemes import ZeRO3
 from zerosim.torch_models import demo
 from zerosim.torch_models.draws import seed_of

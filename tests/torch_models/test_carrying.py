@@ -85,17 +85,22 @@ CUT: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "shared layers": (lambda self, x: self.a(self.b(self.a(self.c(x)))), ["c", "a", "b", "a (call 2)"]),
     # joined: what is done to one's memory by another it can only do as one with it
     "a unit in place": (lambda self, x: self.c(self.relu(self.b(self.a(x)))), ["a", "b + relu", "c"]),
-    "in place, later": (lambda self, x: (z := self.a(x), self.b(torch.tanh(z)), z.add_(1))[1] + self.c(z), ["a + b", "c"]),
+    "in place, later": (
+        lambda self, x: (z := self.a(x), self.b(torch.tanh(z)), z.add_(1))[1] + self.c(z), ["a + b", "c"],
+    ),
     "a part of a parameter": (
         lambda self, x: (w := self.scale[:4], self.a(x))[1] + functional.pad(w, (0, 4)) * self.c(self.b(x)), None,
     ),
     # whole: what cannot be done again by a list of operations
     "a hook on a tensor": (lambda self, x: self.c(self.b(hooked(self.a(x)))), ["Net"]),
     "a function of one's own": (lambda self, x: self.c(self.b(Double.apply(self.a(x)))), ["Net"]),
-    "values that decide": (lambda self, x: self.c(self.a(x) if x.abs().sum() > 0 else self.b(self.a(x))) + self.b(x), ["Net"]),
+    "values that decide": (
+        lambda self, x: self.c(self.a(x) if x.abs().sum() > 0 else self.b(self.a(x))) + self.b(x), ["Net"],
+    ),
     "a number": (lambda self, x: self.c(self.b(self.a(x)) * self.a.bias.abs().max().item()), ["Net"]),
     "a gradient": (
-        lambda self, x: self.c(self.b(torch.autograd.grad(self.a(z := x.clone().requires_grad_()).sum(), z)[0])), ["Net"],
+        lambda self, x: self.c(self.b(torch.autograd.grad(self.a(z := x.clone().requires_grad_()).sum(), z)[0])),
+        ["Net"],
     ),
     "autocast": (
         lambda self, x: torch.autocast("cpu", torch.bfloat16)(lambda: self.c(self.b(self.a(x))))().float(), ["Net"],

@@ -91,7 +91,7 @@ def test_a_model_knows_its_shapes_for_other_rows() -> None:
     batch = numbers(1, (ROWS, 5), (ROWS, 3))
     model = from_torch(CASES["normalised"].make(), batch[0], squared)
     assert [model.shapes(rows).inputs[0].shape for rows in (None, 7)] == [(ROWS, 5), (7, 5)]
-    assert model.shapes(7).targets[0].shape == (7, 3)
+    assert model.shapes(7).target.shape == (7, 3)
     with pytest.raises(ValueError, match=r"measure\(target\)"):
         TorchModel(CASES["normalised"].make(), batch[0][0], loss=squared).shapes()
 

@@ -32,16 +32,12 @@ from zerosim.torch_models.intercept import intercepted  # noqa: E402
 from zerosim.torch_models.losses import cross_entropy  # noqa: E402
 from zerosim.torch_models.op_counters import Flops  # noqa: E402
 from zerosim.torch_models.profile import measure  # noqa: E402
+from zerosim.torch_models.units import partition  # noqa: E402
 from zerosim.worlds.dry import DryRing  # noqa: E402
-from zerosim.worlds.model_shapes import ModelShapes, Tensor  # noqa: E402
+from zerosim.worlds.model_shapes import Tensor  # noqa: E402
 from zerosim.worlds.shapes import ShapeModel  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
-
-def fed(shapes: ModelShapes) -> list[list[int]]:
-    """Whom each unit's gradients go to."""
-    return [[feed.unit for feed in unit.feeds] for unit in shapes.units]
 
 
 def test_what_a_block_keeps() -> None:
@@ -108,7 +104,7 @@ def test_equal_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
             y = self.layer(x)
             return functional.softplus(y) if self.smooth else torch.tanh(y)
 
-    runs: list[Any] = []
+    runs = []
     once = meta_run._cost
 
     def counted(*args: Any) -> Any:
@@ -169,16 +165,15 @@ def test_any_signature_can_be_measured() -> None:
     )  # fmt: skip
     names = [unit.name for unit in shapes.units]
     assert names == ["inside", "places", "angles", "blocks.0", "blocks.1", "blocks.2", "norm"]
-    assert fed(shapes) == [[], [0], [], [1], [3], [4, 3], [5]]  # the sum of both embeddings is made with the second
-    assert [feed.unit for feed in shapes.loss.feeds] == [6]
+    assert [unit.feeds for unit in shapes.units] == [(), (), (), (0, 1), (3,), (3, 4), (5,)]
+    assert shapes.loss.feeds == (6,)
     assert shapes.inputs == (Tensor((ROWS, LENGTH), "int64"), Tensor((ROWS, LENGTH), "bfloat16"))
     assert shapes.buffer_bytes == 7 * 4
     assert unit_of(shapes, "angles").outputs == (Tensor((7,), "bfloat16"),) * 2
     wide = 2 * ROWS * LENGTH * 7
-    # The places asked for are handed on, and so is the sum that the first block takes; both are kept as that.
-    assert unit_of(shapes, "inside").outputs[1:] == (Tensor((LENGTH,), "int64"),)
-    assert [nbytes(unit_of(shapes, name).saved) for name in ("inside", "places", "angles")] == [0, 0, 0]
-    assert nbytes(unit_of(shapes, "places").outputs) == wide
+    # The places asked for, and the sum that the first block takes and keeps, are no unit's output.
+    assert nbytes(unit_of(shapes, "inside").saved) == 8 * LENGTH
+    assert nbytes(unit_of(shapes, "angles").saved) + nbytes(unit_of(shapes, "places").saved) == 0
     assert [nbytes(unit_of(shapes, f"blocks.{index}").saved) for index in range(3)] == [wide] * 3
     for stage in SCHEMES:
         scheme = stage(ShapeModel(shapes), 3, ring=DryRing(3))
@@ -187,17 +182,17 @@ def test_any_signature_can_be_measured() -> None:
 
 
 def test_what_a_container_holds_is_measured() -> None:
-    """A container's own parameters are gathered with the layer that reads them, and what it makes is handed on."""
+    """A container's own parameters are a unit before the others, and what it passes on is kept with the one before."""
     module = Containers()
     shapes = measure(
         module, torch.zeros(ROWS, 3), lambda each: isinstance(each, nn.Sequential) and each is not module.before,
         compute="bf16", loss=squared, target=torch.zeros(ROWS, 3),
     )  # fmt: skip
-    assert [unit.name for unit in shapes.units] == ["before", "blocks.0", "blocks.1"]
+    assert [unit.name for unit in shapes.units] == ["Containers", "before", "blocks.0", "blocks.1"]
     assert shapes.n_params == 3 + 3 * (3 * 3 + 3)
-    assert shapes.units[0].outputs == (Tensor((ROWS, 3), "bfloat16"),)  # the product with the scale
-    assert shapes.units[0].saved == (Tensor((ROWS * 3,), "bfloat16"),) * 1  # of the ReLU, which the product keeps, too
-    assert fed(shapes) == [[], [0], [1]]
+    assert shapes.units[0].outputs == shapes.units[0].saved == ()
+    assert shapes.units[1].saved == (Tensor((ROWS * 3,), "bfloat16"),)  # the product with the scale
+    assert [unit.feeds for unit in shapes.units] == [(), (), (1,), (2,)]
     assert shapes.buffer_bytes == 2 * 8
 
 
@@ -254,17 +249,14 @@ def test_nothing_is_allocated() -> None:
 
 
 def test_units_are_answered_for_only_within_the_block() -> None:
-    """Within the block a module's calls are answered, hooks included, whatever its forward; after it, as before."""
+    """Within the block a unit's calls are answered, even of an instance with its own forward; after it, as before."""
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(ROWS, 3)
     module[1].forward = own = lambda x: 2 * x
     before = module(x)
-    module[0].register_forward_hook(lambda *_: 1 / 0)
-    with intercepted(list(enumerate(module)), lambda which, run, args, kwargs: -args[0]):
+    with intercepted(module, partition(module, nn.Linear), lambda unit, forward, args, kwargs: -args[0]):
         assert torch.equal(module(x), x)
-    with pytest.raises(ZeroDivisionError):
-        module(x)
-    module[0]._forward_hooks.clear()
     assert torch.equal(module(x), before)
+    assert "forward" not in vars(module[0])
     assert module[1].forward is own
 
 

@@ -150,7 +150,7 @@ def test_normalising_one_row_is_refused_in_words() -> None:
 
 
 def test_the_example_and_the_module_are_left_alone() -> None:
-    """Neither the module nor the example is touched, whatever the module does to them; what changes later is not seen."""
+    """Neither the module nor the example is touched, whatever is done to them; what changes later is not seen."""
     module = nn.Sequential(nn.ReLU(inplace=True), Does(torch.no_grad()(lambda self, x, y: y + self.mean.add_(1))))
     x = X.clone()
     model = TorchModel(module, x, loss=squared)
@@ -211,7 +211,10 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
             y = self.layer(x)
             return y * y[y > 0].square().sum()
 
-    scheme = DP(TorchModel(Positive(), X, loss=squared), 2)
+    module = Positive()
+    with torch.no_grad():
+        module.layer.weight.copy_(torch.eye(3))
+    scheme = DP(TorchModel(module, X, loss=squared), 2)
     x, target = np.ones((ROWS, 3), np.float32), np.zeros((ROWS, 3), np.float32)
     with pytest.raises(ValueError, match="same shapes on every rank"):
         scheme.step([(x * np.float32([[0], [0], [1]]), target), (x * np.float32([[1], [2], [3]]), target)])
@@ -222,8 +225,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
     """A module that needs values, or leaves a layer out, is refused, and the reason named."""
     branching = Does(lambda self, x, y: y if x.sum().item() > 0 else -y)
     for module, x, words in (
-        (branching, X, r"Does failed on inputs.*on the meta device.*\.item\(\)"),
-        (nn.Sequential(Idle(), nn.ReLU()), X, "never uses 0.two.weight"),
+        (branching, X, r"Does failed on the meta device.*\.item\(\)"),
+        (nn.Sequential(Idle(), nn.ReLU()), X, "never calls 0.two"),
         (nn.Linear(3, 3), 3, "at least one tensor"),
     ):
         with pytest.raises(ValueError, match=rf"(?s){words}"):
@@ -236,10 +239,8 @@ def test_unknown_options_are_refused() -> None:
     for wrong, words in (
         ({"compute": "fp8"}, "fp32, fp16, bf16; got 'fp8'"),
         ({"checkpoint": "some"}, "none, full, selective; got 'some'"),
-        ({"kernels": "tpu"}, "gpu, cpu; got 'tpu'"),
         ({"loss": squared, "target": None}, r"measure\(target\): pass an example"),
         ({"loss": lambda y, target: y}, "must return one number"),
-        ({"loss": lambda y, target: module.weight.sum() + y.sum()}, "one number|no output"),
     ):
         with pytest.raises(ValueError, match=words):
             measure(module, X, nn.Linear, **{"target": X} | wrong)

@@ -26,11 +26,12 @@ def test_the_outermost_match_is_the_unit() -> None:
     module = Containers()
     units = partition(module, lambda each: isinstance(each, nn.Sequential) and each is not module.before)
     assert [(unit.name, unit.path, unit.matched) for unit in units] == [
+        ("Containers", "", False),  # what it holds itself
         ("before", "before", False),
         ("blocks.0", "blocks.0", True),
         ("blocks.1", "blocks.1", True),
     ]
-    assert [unit.path for unit in partition(module, nn.Tanh, whole=["blocks.0"])] == [
+    assert [unit.path for unit in partition(module, nn.Tanh, whole=["blocks.0"]) if not unit.container] == [
         "before", "blocks.0", "blocks.1.0", "blocks.1.1",
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import zerosim
 from zerosim.bands import PRECISIONS, WIRES, Band
-from zerosim.ledger import Phase
+from zerosim.counts import Phase
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.ranks import OutOfMemory

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,22 +14,22 @@ from zerosim.comm import Comm, Ring
 from zerosim.ledger import Ledger
 from zerosim.ranks import Ranks, Workspace
 from zerosim.real_ranks import meter
-from zerosim.real_ranks.connection import Arrived, Bye, Connection, Go, Heartbeats, Job
+from zerosim.real_ranks.connection import Arrived, Connection, Go, Result
 from zerosim.real_ranks.coordinator import Coordinator
-from zerosim.real_ranks.launch import ForkServer, Group
-from zerosim.records.real_ranks import Settings
+from zerosim.real_ranks.processes import Heartbeat, children, meeting_point
 from zerosim.worlds import gloo
 from zerosim.worlds.local import LocalRing
 from zerosim.worlds.native import LocalCollectives, Native
 
-pytestmark = pytest.mark.skipif(
-    find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"
-)
+pytestmark = [
+    pytest.mark.skipif(find_spec("torch") is None, reason="real ranks need torch: pip install 'zerosim[torch]'"),
+    pytest.mark.usefixtures("shapes_unchecked"),  # ranks are forked from here, with what is switched on here
+]
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = [(FP32, FP32), (FP16, FP32), (FP16, FP16), (BF16, FP32), (BF16, BF16)]  # of the buffer, of the wire
 ODD, LONG = 5, 2 * gloo.MAX_SEGMENT // 4 + 3  # elements of a chunk; the second takes more than two segments
-WORLDS = (4, 5)  # with fewer, another order of summation need not show
+WORLDS = (4, pytest.param(5, marks=pytest.mark.slow))  # with fewer, another order of summation need not show
 
 
 class Case(NamedTuple):
@@ -91,24 +89,21 @@ def collect(case: Case, on: Comm, buffer: Any) -> Any:
     return buffer
 
 
-def exercise(connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
+def exercise(connection: Connection, heartbeat: Heartbeat, rank: int, n: int, path: str) -> None:
     """A rank's part: all cases, each between two fences; what was seen goes back as JSON."""
     from zerosim.worlds import torch_ring
 
-    job = connection.receive()
-    assert isinstance(job, Job)
-    n, known, seen = job.world, meter.tcp_sockets(), []
+    known, seen = meter.tcp_sockets(), []
 
     def fence() -> None:
         connection.send(Arrived())
         assert connection.receive() == Go()
 
-    store = torch_ring.file_store(Path(job.store), n)
-    with torch_ring.process_group("gloo", store, rank, n, job.timeout, rank):
-        ring = torch_ring.TorchRing(rank, n, heartbeats.slot(rank))
+    with torch_ring.process_group("gloo", torch_ring.file_store(path, n), rank, n, 60, rank, "lo"):
+        ring = torch_ring.TorchRing(rank, n, heartbeat)
         for case in CASES[:30:5]:  # what libraries do once, they do now
             collect(case, comm(case, ring), draw(n, case)[rank : rank + 1])
-        kernel = meter.Kernel(meter.tcp_sockets() - known)
+        kernel = meter.Kernel(known)
         assert kernel.unmeasured == {}
         for case in CASES:
             data = draw(n, case)
@@ -121,41 +116,36 @@ def exercise(connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
             counted = kernel.read().since(before)
             collect(case, comm(case, LocalRing(n)), data)
             bits = [np.ascontiguousarray(row).view(f"u{case.band.itemsize}") for row in (mine[0], data[rank])]
-            each = ((gloo.moved(gloo.Call(*call), rank, n), times) for call, times in ring.handed.items())
+            each = [
+                (gloo.moved(gloo.Call(op, nbytes), rank, size), times)
+                for (op, nbytes, size), times in ring.handed.items()
+            ]
             moved = gloo.total(one for one, times in each if one for _ in range(times))
             framing = moved.framing()
             expected = [moved.sent + framing[0], moved.received + framing[1]]
-            seen.append(Seen(int(np.count_nonzero(bits[0] != bits[1])), expected, *counted))
+            seen.append(Seen(int(np.count_nonzero(bits[0] != bits[1])), expected, *counted[:3]))
         kernel.close()
-    connection.send(Bye(text=json.dumps(seen), code=0))
+    connection.send(Result(data=json.dumps(seen).encode()))
     with contextlib.suppress(EOFError):  # until all have answered
         connection.receive()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        with ForkServer() as started:
-            yield started
-
-
 @pytest.fixture(scope="module", params=WORLDS)
-def seen(server: ForkServer, request: pytest.FixtureRequest) -> list[list[Seen]]:
+def seen(request: pytest.FixtureRequest) -> list[list[Seen]]:
     """For each case what each rank saw."""
     n = request.param
-    with Group(server, n, Path(__file__).stem, "exercise") as group:
-        coordinator = Coordinator(group.connections, 60, group)
-        nobody = Settings(
-            ranks=n, steps=1, batch=1, seed=0, model_seed=0, widths=[1, 1], collectives=[], precisions=[], wire="fp32",
-            backend="gloo", fault=None, rows=[],
-        )  # fmt: skip
-        coordinator.tell(Job(rank=0, world=n, settings=nobody, store=group.new_file("store"), timeout=60))
+
+    def rank(connection: Connection, heartbeat: Heartbeat, number: int) -> None:
+        exercise(connection, heartbeat, number, n, path)
+
+    with meeting_point() as path, children(n, rank) as ranks:
+        coordinator = Coordinator([each.connection for each in ranks], 60, ranks)
         for case in CASES:
             for _ in range(2):
                 coordinator.gather(Arrived, str(case))
                 coordinator.tell(Go())
-        by_rank = [[Seen(*each) for each in json.loads(bye.text)] for bye in coordinator.gather(Bye, "the end")]
+        results = coordinator.gather(Result, "the end")
+    by_rank = [[Seen(*each) for each in json.loads(result.data)] for result in results]
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 

@@ -22,7 +22,7 @@ from zerosim import theory
 from zerosim.bands import MODEL_STATES, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.checks.reference import Reference
-from zerosim.ledger import Event, EventKind, Report
+from zerosim.counts import Event, EventKind, Report
 from zerosim.records.results import Check, Difference, Failure, OutOfMemoryRecord
 from zerosim.schemes import Scheme
 
@@ -38,6 +38,7 @@ PADDING_HELD, PADDING_SENT = "bytes of padding held", "bytes of padding sent"
 FLOPS, MESSAGES = "FLOPs of the {}", "messages of {}"
 LOGGED_END, LOGGED_PEAK, LOGGED_SENT = "bytes held at the end", "bytes held at the highest", "bytes sent by {}"
 LOGGED_COPIED = "bytes copied to the {}"
+INSTANTS = "instants predicted that the log has, in their order"
 LOGGED, STEP = "{}, by the log", "number of the step"
 COMPARED = tuple(band for band in MODEL_STATES if band is not Band.GRADS)  # of those each rank may keep its own
 
@@ -145,8 +146,8 @@ Count = dict[tuple[int, str], int]  # by rank (-1: every rank) and quantity
 
 def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
     """As predicted, for one step: every number of ``report`` against the closed form, as integers, on every rank."""
-    measured = _measured(scheme, report)
-    expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): len(scheme.reports)}
+    measured = _measured(scheme, report) | {(-1, INSTANTS): _instants(report, job)}
+    expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): scheme.ledger.steps}
     return [
         Failure(
             check=Check.AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],
@@ -183,6 +184,20 @@ def _measured(scheme: Scheme, report: Report) -> Count:
         count[rank, PADDING_HELD] = report.padding[row]
         count[rank, PADDING_SENT] = sum(int(traffic.padding[row]) for traffic in report.traffic.values())
     return count
+
+
+def _instants(report: Report, job: theory.Job) -> int:
+    """How many of the instants that can be the highest the log has, by the bytes that are held then, one after another.
+
+    What is held for longer than it should be may leave the peak as it is.
+    """
+    held = iter([sum(report.resident.values()), *(event.held for event in report.events)])
+    return sum(any(here == instant for here in held) for instant in _totals(job))
+
+
+@lru_cache(maxsize=32)
+def _totals(job: theory.Job) -> list[int]:
+    return [sum(instant.values()) for instant in theory.moments(job)]
 
 
 def _logged(events: Sequence[Event]) -> Counter[str]:
@@ -236,6 +251,7 @@ def _predicted(job: theory.Job, ids: tuple[int, ...]) -> Count:
     count |= {(-1, MESSAGES.format(collective)): sent for collective, sent in theory.messages(job).items()}
     count |= {(-1, LOGGED.format(what)): total for what, total in _loggable(job).items()}
     count |= {(-1, COPIED.format(band, place)): nbytes for (place, band), nbytes in theory.copies(job).items()}
+    count[-1, INSTANTS] = len(_totals(job))
     padding, padding_sent, traffic = theory.padding(job), theory.padding_sent(job), theory.traffic(job)
     outside, everything = theory.outside(job), Counter[str](resident)
     everything.update(theory.host_resident(job))

@@ -10,18 +10,21 @@ The order of every sum is the ring's, so that the bits are equal and not only cl
 ``kept`` is what a message keeps of its value at each hop. With 1 nothing is lost, all ranks and all
 rows that sum in one order come to the same, and one account serves them. With less, what a rank has
 depends on which messages reached it and how often they were handed on, so that a rank which has read
-another's memory instead of its message gives itself away.
+another's memory instead of its message gives itself away. Parameters that are sent in int8 change their
+values as they leave; what is lost of such a message at a hop is lost of its scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from zerosim.bands import Array, Band, DType
+from zerosim.checks import told
 from zerosim.stages import Over, Stage
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -32,6 +35,7 @@ RECIPES: dict[str, tuple[DType, DType]] = {
     "mixed-main-grads": (FP16, FP16), "bf16-fp32-grads": (BF16, FP32),
 }  # fmt: skip
 LR, BETA1, BETA2, EPS = 1e-2, 0.9, 0.999, 1e-8  # Adam's
+SHARE_A_SCALE = 256  # of the parameters that are sent in int8
 
 Pair = tuple[Array, Array]
 
@@ -47,17 +51,23 @@ class Reference:
 
     def __init__(
         self, row: Stage, widths: Sequence[int], seed: int, ranks: int, precision: str, wire: str, kept: float = 1,
-        node: int | None = None,
+        node: int | None = None, wire_params: str | None = None, clip: float | None = None, loss_scale: Any = None,
+        uneven: bool = False,
     ) -> None:  # fmt: skip
         self.row, self.ranks, self.kept, self.members = row, ranks, kept, node or ranks
         self.groups = ranks // self.members
         (self.working, self.averaged), self.wire = RECIPES[precision], WIRE[wire]
-        self.steps = 0
+        self.wire_params: DType | str = "int8" if wire_params == "int8" else WIRE[wire_params or wire]
+        self.clip, self.uneven = clip, uneven
+        self.scale = None if loss_scale is None else told.ScaleAccount(loss_scale)
+        self.norm: float | None = None
+        self.skipped = False
+        self.steps = self.updates = 0
         self.loss = float("nan")
         self._shapes = list(pairwise(widths))
         rng = np.random.default_rng(seed)
         whole = [self._padded(rng.standard_normal(shape) * np.sqrt(2 / shape[0])) for shape in self._shapes]
-        self._alike = kept == 1
+        self._alike = kept == 1 and wire_params != "int8"
         main = [np.repeat(layer, self._copies(row.optimizer), axis=0) for layer in whole]
         params = [np.repeat(layer, self._copies(row.params), axis=0) for layer in whole]
         self.states: dict[Band, list[Array]] = {
@@ -104,12 +114,77 @@ class Reference:
         with np.errstate(all="ignore"):
             full = [self._forward_params(params) for params in self.states[Band.PARAMS]]
             outputs = self._forward(full, batch)
-            errors = np.stack([output[-1] - y for output, (_, y) in zip(outputs, batch, strict=True)])
-            self.loss = float(np.mean(np.square(errors).mean(axis=(1, 2), dtype=np.float64)))
-            for layer, grads in enumerate(
-                self._backward([self._backward_params(each) for each in full], outputs, errors)
-            ):
-                self._update(layer, grads)
+            errors = [output[-1] - y for output, (_, y) in zip(outputs, batch, strict=True)]
+            rows = [len(x) for x, _ in batch]
+            losses = [np.square(error).mean(dtype=np.float64) if len(error) else 0.0 for error in errors]
+            self.loss = float(np.average(losses, weights=rows) if self.uneven else np.mean(losses))
+            heard = told.totals(rows, self.kept) if self.uneven else [float(self.ranks)] * self.ranks
+            slopes = [
+                error
+                * FP32.type(2 / max(error.size, 1))
+                * FP32.type((count if self.uneven else 1) * self.ranks / total)
+                for error, count, total in zip(errors, rows, heard, strict=True)
+            ]
+            scale = 1.0 if self.scale is None else self.scale.scale
+            slopes = [slope * FP32.type(scale) for slope in slopes]
+            found = self._backward([self._backward_params(each) for each in full], outputs, slopes)
+            self._apply([self._average(grads) for grads in found], scale)
+
+    def _apply(self, averages: list[Array], scale: float) -> None:
+        """Update, or, where a gradient is not finite and the loss is scaled, leave everything as it was."""
+        self.states[Band.GRADS] = averages
+        factors = np.full(self.ranks, FP32.type(1 / scale))  # by rank
+        if self.clip is not None:
+            norms = self._norms([average.astype(FP32) * factors[0] for average in averages])
+            self.norm = float(norms[0])
+            factors = np.array([factors[0] * told.coefficient(norm, self.clip) for norm in norms])
+        if self.scale is not None:
+            self.skipped = not all(np.isfinite(average.astype(FP32)).all() for average in averages)
+            self.scale.step(finite=not self.skipped)
+            if self.skipped:
+                return
+        self.updates += 1
+        for layer, average in enumerate(averages):
+            self._update(layer, average, factors)
+
+    def _norms(self, grads: Sequence[Array]) -> list[Any]:
+        """The norm on each rank, of the optimizer's copies of the gradients [N, D or 1, L] of each layer."""
+        copies, cut = len(grads[0]), self._cut(self.row.optimizer)
+        sums = []
+        for layer in grads:
+            by_copy = [[told.sum_of_squares(piece) for piece in copy.reshape(self.ranks, -1)] for copy in layer]
+            sums.append([by_copy[rank * copies // self.ranks] for rank in range(self.ranks)])
+
+        def owner(rank: int, piece: int) -> tuple[int, int]:
+            if cut == 1 or self._alike:
+                return rank, 0
+            if cut == self.ranks:
+                teller = self._owner(piece)
+                return teller, (teller - rank) % self.ranks
+            group, member = divmod(rank, self.members)
+            shard = piece // self.groups
+            return group * self.members + shard, (shard - member) % self.members
+
+        return told.norms(sums, self.ranks, owner, self.kept)
+
+    def _owner(self, piece: int) -> int:
+        """The rank that owns a piece of N: over two axes rank d S + s has piece s D + d."""
+        if not self.two_axes:
+            return piece
+        member, group = divmod(piece, self.groups)
+        return group * self.members + member
+
+    def _factors(self, factors: Array, copies: int, length: int) -> Array:
+        """What each element of the optimizer's copies is multiplied by [copies, length]: its owner's factor."""
+        cut = self._cut(self.row.optimizer)
+        if cut == 1 or self._alike:
+            return np.repeat(factors[:copies, None], length, axis=1)
+        table = np.empty((copies, self.ranks), FP32)
+        for copy in range(copies):
+            for piece in range(self.ranks):
+                within = copy * self.members + piece // self.groups
+                table[copy, piece] = factors[self._owner(piece) if cut == self.ranks else within]
+        return np.repeat(table, length // self.ranks, axis=1)
 
     # -- the model, rank by rank
 
@@ -123,10 +198,9 @@ class Reference:
                 output.append(np.maximum(y, 0) if layer < len(self._shapes) - 1 else y)
         return outputs
 
-    def _backward(self, full: Sequence[Array], outputs: list[list[Array]], errors: Array) -> list[Array]:
-        """For each layer the gradients [N, L] of each rank's own mean squared error, in their dtype."""
+    def _backward(self, full: Sequence[Array], outputs: list[list[Array]], slopes: list[Array]) -> list[Array]:
+        """For each layer the gradients [N, L] of each rank's loss, in their dtype; ``slopes`` are its output's."""
         found: list[Array] = []
-        slopes = list(errors * np.float32(2 / errors[0].size))  # of each rank's loss, by the layer's output
         for layer in reversed(range(len(self._shapes))):
             params = full[layer]
             grads = np.zeros((self.ranks, params.shape[1]), self.averaged)
@@ -150,7 +224,8 @@ class Reference:
         """A layer's parameters as each rank computes with them in forward [N or 1, L]."""
         if self._alike or self._cut(self.row.params) == 1:
             return params
-        return self._within_groups(params) if self.two_axes else self._among_all(params)
+        gather = self._within_groups if self.two_axes else self._among_all
+        return gather(params, self.wire_params)
 
     def _backward_params(self, full: Array) -> Array:
         """The same in backward: as in forward, unless they come from the group's second copy."""
@@ -158,18 +233,20 @@ class Reference:
             return full
         shards = full.reshape(self.groups, self.members, self.members, -1)  # [group, rank, shard, G]
         own = np.arange(self.members)
-        return self._within_groups(shards[:, own, own].reshape(self.groups, -1))
+        return self._within_groups(shards[:, own, own].reshape(self.groups, -1), self.wire_params)
 
     def _average(self, grads: Array) -> Array:
         """The average of the gradients [N, L], as the optimizer's copies of it [N, D or 1, L]."""
+        wire = self.wire
         if not self.two_axes:
-            total = self._sums(grads[None], self.ranks)
-            return self._spread(total.astype(self.averaged)[0], self._cut(self.row.optimizer) == 1)
-        within = self._sums(grads.reshape(self.groups, self.members, -1), self.members).astype(self.wire)  # [D, L]
+            average = self._sums(grads[None], self.ranks).astype(self.averaged)
+            everywhere = self._cut(self.row.optimizer) == 1 and not self._alike
+            return self._among_all(average, wire) if everywhere else average
+        within = self._sums(grads.reshape(self.groups, self.members, -1), self.members).astype(wire)  # [D, L]
         shards = within.reshape(self.groups, self.members, -1).swapaxes(0, 1)  # [shard, group, G]
-        total = self._sums(shards, self.groups).astype(self.wire).reshape(1, -1)  # [shard, group's chunk] in a row
+        total = self._sums(shards, self.groups).astype(wire).reshape(1, -1)  # [shard, group's chunk] in a row
         if self.row.optimizer is Over.GROUP and not self._alike:
-            total = self._among_groups(total)
+            total = self._among_groups(total, wire)
         return total.astype(self.averaged)
 
     def _updated(self, params: Array) -> Array:
@@ -178,13 +255,10 @@ class Reference:
         if self._alike or self._cut(self.row.params) == optimizer:
             return params
         if not self.two_axes:
-            return self._spread(params[0], whole)
+            return self._among_all(params, self.wire_params)
         if optimizer == self.ranks:
-            params = self._among_groups(params)
-        return self._within_groups(params) if whole else params
-
-    def _spread(self, whole: Array, among_all: bool) -> Array:
-        return self._among_all(whole[None]) if among_all and not self._alike else whole[None]
+            params = self._among_groups(params, self.wire_params)
+        return self._within_groups(params, self.wire_params) if whole else params
 
     def _sums(self, tables: Array, size: int) -> Array:
         """For each ring of ``size`` members [rings, member, L], the average [rings, L] in fp32, chunk by chunk.
@@ -198,48 +272,71 @@ class Reference:
             total = total * self.wire.type(self.kept) + table[:, (chunk - 1 - hop) % size, chunk]
         return (total.astype(FP32) * np.float32(1 / size)).reshape(len(tables), -1)
 
-    def _gather(self, owned: Array) -> Array:
+    def _gather(self, owned: Array, wire: DType | str) -> Array:
         """What each member gets [rings, member, L] of what a ring's have together [rings, member's chunk, C].
 
-        Chunk c reaches member c-t with the t-th hop.
+        Chunk c reaches member c-t with the t-th hop; with none, its owner has what is sent.
         """
         rings, size, _ = owned.shape
-        chunk = np.arange(size)
+        chunk, messages = np.arange(size), self._messages(owned, wire) if size > 1 else iter([owned])
         table = np.empty_like(owned, shape=(rings, size, *owned.shape[1:]))  # [ring, member, chunk, C]
-        table[:, chunk, chunk], message = owned, owned.astype(self.wire)
-        for hop in range(1, size):
-            message = message * self.wire.type(self.kept)
-            table[:, chunk - hop, chunk] = message.astype(owned.dtype)
+        for hop in range(size):
+            table[:, chunk - hop, chunk] = next(messages).astype(owned.dtype)
         return table.reshape(rings, size, -1)
 
-    def _among_all(self, whole: Array) -> Array:
+    def _messages(self, owned: Array, wire: DType | str) -> Iterator[Array]:
+        """What ``owned`` is after no hop, after one, after two and so on."""
+        if wire == "int8":
+            numbers, scales = _quantised(owned)
+            while True:
+                yield numbers * scales
+                scales = scales * FP32.type(self.kept)
+        message = owned.astype(wire)
+        while True:
+            yield message
+            message = message * message.dtype.type(self.kept)
+
+    def _among_all(self, whole: Array, wire: DType | str) -> Array:
         """[1, L], a chunk for each rank, to [N, L]."""
-        everyone: Array = self._gather(whole.reshape(1, self.ranks, -1))[0]
+        everyone: Array = self._gather(whole.reshape(1, self.ranks, -1), wire)[0]
         return everyone
 
-    def _within_groups(self, shards: Array) -> Array:
+    def _within_groups(self, shards: Array, wire: DType | str) -> Array:
         """[D, L], a shard for each member of each group, to [N, L]."""
-        return self._gather(shards.reshape(self.groups, self.members, -1)).reshape(self.ranks, -1)
+        return self._gather(shards.reshape(self.groups, self.members, -1), wire).reshape(self.ranks, -1)
 
-    def _among_groups(self, whole: Array) -> Array:
+    def _among_groups(self, whole: Array, wire: DType | str) -> Array:
         """[1, L], in each shard a chunk for each group, to [D, L]."""
-        gathered = self._gather(whole.reshape(self.members, self.groups, -1))  # [shard, group, G]
+        gathered = self._gather(whole.reshape(self.members, self.groups, -1), wire)  # [shard, group, G]
         shards: Array = gathered.swapaxes(0, 1).reshape(self.groups, -1)
         return shards
 
     # -- Adam
 
-    def _update(self, layer: int, grads: Array) -> None:
+    def _update(self, layer: int, average: Array, factors: Array) -> None:
         states = {band: arrays[layer] for band, arrays in self.states.items()}
-        average = self._average(grads)
-        g = average.astype(FP32)
+        g = main_grads = average.astype(FP32)
+        if self.clip is not None or self.scale is not None:
+            g = main_grads * self._factors(factors, *main_grads.shape)
         m = states[Band.EXP_AVG] + (1 - BETA1) * (g - states[Band.EXP_AVG])
         v = BETA2 * states[Band.EXP_AVG_SQ] + (1 - BETA2) * g * g
-        denominator = np.sqrt(v) / (1 - BETA2**self.steps) ** 0.5 + EPS
-        main = states[Band.MASTER] + (-LR / (1 - BETA1**self.steps)) * m / denominator
+        denominator = np.sqrt(v) / (1 - BETA2**self.updates) ** 0.5 + EPS
+        main = states[Band.MASTER] + (-LR / (1 - BETA1**self.updates)) * m / denominator
         new = {
-            Band.PARAMS: self._updated(main.astype(self.working)), Band.GRADS: average, Band.MAIN_GRADS: g,
+            Band.PARAMS: self._updated(main.astype(self.working)), Band.GRADS: average, Band.MAIN_GRADS: main_grads,
             Band.MASTER: main, Band.EXP_AVG: m, Band.EXP_AVG_SQ: v,
         }  # fmt: skip
         for band, array in new.items():
             self.states[band][layer] = array
+
+
+def _quantised(values: Array) -> tuple[Array, Array]:
+    """Numbers from -127 to 127 and the scale of each; up to 256 values in a row share one, their largest over 127."""
+    numbers, scales = np.empty_like(values, np.int8), np.empty_like(values, FP32)
+    for start in range(0, values.shape[-1], SHARE_A_SCALE):
+        some = slice(start, start + SHARE_A_SCALE)
+        largest = np.abs(values[..., some].astype(FP32)).max(axis=-1, keepdims=True)
+        scales[..., some] = largest / np.float32(127)
+        exact = values[..., some].astype(FP32) / np.where(largest == 0, np.float32(1), scales[..., some])
+        numbers[..., some] = np.clip(np.rint(exact), -127, 127)
+    return numbers, scales

@@ -49,15 +49,16 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from zerosim.bands import Array, Band, DType
+from zerosim.bands import INT8, Array, Band, DType
 from zerosim.checks.compare import RECOUNTED, against_plain
 from zerosim.checks.reference import Pair, Reference
 from zerosim.comm import Comm
+from zerosim.counts import Event, EventKind, Phase
 from zerosim.layers import Layer
-from zerosim.ledger import Event, EventKind, Phase
 from zerosim.model import MLP
 from zerosim.records.results import Check, Failure, Settings
 from zerosim.schemes import Scheme, Stage
+from zerosim.util import int8
 from zerosim.worlds.local import LocalRing
 
 # What is not entered in the search for arrays, as there can be none in it: it would be most of what is looked at.
@@ -84,8 +85,9 @@ def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[P
     scheme = row(model, ranks, options, ring=ring, collectives=SanitizerComm)
     watch = Watch(scheme, ring.world, model)
     reference = Reference(
-        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT, settings.node
-    )
+        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT, settings.node,
+        settings.wire_params,
+    )  # fmt: skip
     failures: list[Failure] = []
     for step, batch in enumerate(batches, start=1):
         watch.begin(step, batch, last=step == len(batches))
@@ -135,7 +137,12 @@ class SanitizerRing(LocalRing):
         if np.may_share_memory(block, spare):
             self.world.one_block += nbytes
         arrived = super().shift(block, spare)
-        np.multiply(arrived, block.dtype.type(KEPT), out=spare)
+        if block.dtype == INT8:
+            np.copyto(spare, arrived)
+            arrived, lost = int8.scales(arrived), int8.scales(spare)
+        else:
+            lost = spare
+        np.multiply(arrived, lost.dtype.type(KEPT), out=lost)
         return spare
 
 

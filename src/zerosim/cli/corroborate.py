@@ -6,9 +6,11 @@ Exit codes: 0 everything that could be measured is equal; 1 something is not, or
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any
 
 import click
 
-from zerosim.cli.errors import INTERRUPTED, Folder, errors_for_people, printing, writable
+from zerosim.cli import options as shared
+from zerosim.cli.errors import INTERRUPTED, errors_for_people, printing, writable
 from zerosim.records.real_ranks import (
     BACKENDS,
     COLLECTIVES,
@@ -28,23 +31,22 @@ from zerosim.records.real_ranks import (
     encode,
     save,
 )
-from zerosim.stages import SCHEMES
+from zerosim.stages import SCHEMES, Stage
+from zerosim.util import sizes
 
 RANKS = 4
+ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
 
 
 @click.command()
+@shared.schemes()
+@shared.training(ranks=None, least=2, ranks_help="Real ranks, N.  [default: 4, or as many as torchrun has started]")
 @click.option(
-    "--ranks",
-    type=click.IntRange(min=2),
-    default=None,
-    help="Real ranks, N.  [default: 4, or as many as torchrun has started]",
-)
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps of each run.")
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Samples per rank and step.")
-@click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Draws the data.")
-@click.option(
-    "--model-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws the initial weights."
+    "--model",
+    metavar="MODULE:FUNCTION",
+    default="",
+    help="What to train instead of the simulator's MLP: a function of ranks, steps, batch and seed that gives a model, "
+    "an MLP or a TorchModel of your own module, and for each step the (x, y) of every rank.",
 )
 @click.option(
     "--collectives",
@@ -61,8 +63,9 @@ RANKS = 4
     type=click.Choice(["fp32", "working"]),
     default="fp32",
     show_default=True,
-    help="What blocks travel as: fp32, or the dtype of each precision's working copy.",
+    help="The dtype that blocks are sent in: fp32, or that of each precision's working copy.",
 )
+@shared.schedule()
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
@@ -89,22 +92,18 @@ RANKS = 4
 @click.option(
     "--break",
     "fault",
-    type=click.Choice(FAULTS),
+    type=click.Choice(list(FAULTS)),
     default=None,
-    help="Break rank 1 in step 2 on purpose, to see that it is noticed: flip a bit of a parameter, send a "
-    "hop that nobody booked, kill the rank, stop it.",
+    help=f"Break rank 1 on purpose, in step 2, to see that it is noticed. "
+    f"{'; '.join(f'{name}: {what}' for name, what in FAULTS.items())}.",
 )
-@click.option(
-    "--out",
-    type=Folder(),
-    default=Path("out"),
-    show_default=True,
-    help="Folder for corroborate.json (and frameworks.json).",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON instead of tables.")
+@shared.out("Folder for corroborate.json (and frameworks.json).")
+@shared.as_json("the record")
+@click.option("--verbose", is_flag=True, help="Name every failure and what every rank said, not the cause alone.")
 def corroborate(
-    ranks: int | None, collectives: str, precision: str, fault: str | None, timeout: float, interface: str | None,
-    frameworks: bool, out: Path, as_json: bool, **options: object,
+    rows: Sequence[Stage], ranks: int | None, model: str, collectives: str, precision: str, fault: str | None,
+    timeout: float, interface: str | None, frameworks: bool, out: Path, as_json: bool, verbose: bool,
+    schedule: dict[str, Any], **options: Any,
 ) -> None:  # fmt: skip
     """Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.
 
@@ -117,6 +116,10 @@ def corroborate(
     \b
         torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST --master-port 29500 \\
             -m zerosim corroborate --interface eth0    # on the other machine: --node-rank 1
+
+    If a rank dies, stops or falls silent, the command names it and ends; if the command itself is killed,
+    its ranks end at once. The latter holds on Linux. Elsewhere ranks of a killed command end when they next
+    wait for it, or for each other for ten times as long as --timeout; a stopped one stays.
     """
     # What was found is to be written and shown; what takes long can be interrupted all the same.
     with _on_terminate(signal.SIG_IGN):
@@ -124,22 +127,28 @@ def corroborate(
             _known(interface)
             settings = Settings(
                 ranks=_ranks(ranks),
-                widths=[64, 128, 128, 64],
+                widths=[] if model else [64, 128, 128, 64],
+                model=model,
                 collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
                 precisions=list(RECIPES) if precision == "all" else [precision],
-                rows=list(SCHEMES),
-                fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, int(str(options["steps"])))),
-                **options,  # type: ignore[arg-type]
+                rows=list(rows or SCHEMES),
+                schedule=schedule,
+                fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, options["steps"])),
+                **options,
             )
             found = _run(settings, timeout, interface, out, frameworks)
-            save(found, out / "corroborate.json")
-        with printing():
+        with printing():  # before it is written, which may fail
             if as_json:
                 click.echo(encode(found), nl=False)
             else:
                 from zerosim.report import real_ranks_console as console
 
-                console.show(found, out)
+                console.show(found, verbose=verbose)
+        with errors_for_people():
+            save(found, out / "corroborate.json")
+        if not as_json:
+            with printing():
+                click.echo(f"\nwritten to {out}/: corroborate.json")
         code = _exit_code(found.ended, found.failures)
         if frameworks and found.complete:
             code = max(code, _beside(settings, timeout, interface, out, as_json))
@@ -166,10 +175,26 @@ def _beside(settings: Settings, timeout: float, interface: str | None, out: Path
         _progress(frameworks.work()) as advance,
     ):
         found = frameworks.run(settings, advance, timeout=timeout, interface=interface)
-        write_whole(out / "frameworks.json", records.encode(found))
     if not as_json:
-        console.show(found)
+        with printing():
+            console.show(found)
+    with errors_for_people():
+        write_whole(out / "frameworks.json", records.encode(found))
     return _exit_code(found.ended, found.failures)
+
+
+def _room(out: Path) -> None:
+    """Refuse a folder in which there is no room for a record, before anything is run."""
+    try:
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(bytes(ROOM))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"corroborate(out): results take up to {sizes.text(ROOM)}, which {out} has no room for: "
+            f"{error.strerror}. Name another folder with --out."
+        ) from error
 
 
 def _known(interface: str | None) -> None:
@@ -183,7 +208,7 @@ def _ranks(asked: int | None) -> int:
     """How many ranks there are: as many as were started, or as were asked for."""
     from zerosim.real_ranks import rendezvous
 
-    me = rendezvous.member()
+    me = rendezvous.membership()
     if me is None:
         return asked or RANKS
     if asked not in (None, me.world):
@@ -199,11 +224,14 @@ def _run(settings: Settings, timeout: float, interface: str | None, out: Path, f
     from zerosim.real_ranks import corroborate as real_ranks
     from zerosim.real_ranks import rendezvous
 
-    me = rendezvous.member()
+    me = rendezvous.membership()
     if me is not None and frameworks:
         raise ValueError("corroborate(frameworks): they are run on ranks of this machine; leave torchrun out.")
+    if settings.model and frameworks:
+        raise ValueError("corroborate(frameworks): they train the simulator's MLP; leave --model out.")
     if me is None or me.rank == 0:
         writable(out, "corroborate", "corroborate.json")
+        _room(out)
     with _on_terminate(signal.default_int_handler), _progress(real_ranks.work(settings)) as advance:
         if me is None:
             return real_ranks.run(settings, advance, timeout=timeout, interface=interface)
@@ -254,9 +282,8 @@ def _on_terminate(handler: Any) -> Iterator[None]:
 def _failures_for_people() -> Iterator[None]:
     """Ranks that failed before anything was found become one line and exit code 1."""
     from zerosim.real_ranks.coordinator import RankFailure
-    from zerosim.real_ranks.launch import ForkServerError
 
     try:
         yield
-    except (RankFailure, ForkServerError) as error:
+    except RankFailure as error:
         raise click.ClickException(str(error)) from error

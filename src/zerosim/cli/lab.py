@@ -13,7 +13,7 @@ from typing import get_args
 
 import click
 
-from zerosim.bands import PRECISIONS
+from zerosim.bands import PARAM_WIRES, PRECISIONS
 from zerosim.cli import options as shared
 from zerosim.cli.errors import errors_for_people, printing, replacing, writable
 from zerosim.cli.report import PAGE, save_pages
@@ -38,6 +38,18 @@ RESULTS = "results.json"
 )
 @shared.wire()
 @click.option(
+    "--wire-params",
+    type=click.Choice(list(PARAM_WIRES)),
+    default=None,
+    help="What parameters are sent in; int8: blocks of 256 that share an fp32 scale.  [default: as --wire]",
+)
+@click.option(
+    "--node",
+    type=click.IntRange(min=1),
+    default=None,
+    help="So many ranks are a node. Schemes with groups shard within it; of every scheme it counts what leaves it.",
+)
+@click.option(
     "--gather",
     type=click.Choice(get_args(Gather)),
     default="layer",
@@ -58,14 +70,23 @@ RESULTS = "results.json"
     metavar="SIZE",
     help="Memory of one card, as in 2MB or 2MiB; without it a card has no limit.",
 )
+@click.option(
+    "--host-capacity",
+    type=shared.ByteSize(),
+    default=None,
+    metavar="SIZE",
+    help="What the host has for each rank; without it that has no limit.",
+)
 @shared.out("Folder for results.json, the figures, report.html and trace.json.")
 @shared.as_json()
 def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: object) -> None:
-    """Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 side by side and check them.
+    """Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3, or other schemes, side by side and check them.
 
-    Same training: after every step all schemes hold the same bits on every rank. As predicted: what was
-    measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes when
-    a rule is broken on purpose. Exit code 0 only if every check holds.
+    Same training: after every step all schemes that sum in one order hold the same bits on every rank. As
+    predicted: what was measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes
+    when a rule is broken on purpose. Exit code 0 only if every check holds.
+
+    Schemes with groups need nodes: zerosim lab --scheme zero-3 --scheme hsdp --node 8
     """
     from zerosim.lab import suite
     from zerosim.report import lab_console as console

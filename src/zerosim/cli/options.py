@@ -6,14 +6,16 @@ Owns the options' names, types and help. Must not know what the commands do with
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from zerosim import stages
 from zerosim.bands import WIRES
 from zerosim.cli.errors import Folder
+from zerosim.options import Gather, Padding, Sync
 from zerosim.stages import OFFLOADABLE, Stage
 from zerosim.util import sizes
 
@@ -98,6 +100,19 @@ def _own(name: str, states: str) -> Stage:
     return Stage(name, **chosen)
 
 
+class Bucket(click.ParamType[str | int]):
+    """What shares a flat buffer: ``layer``, ``model``, or a number of parameters."""
+
+    name = "layer|model|N"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        if value in get_args(Gather):
+            return value
+        if not str(value).isdecimal() or int(value) < 1:
+            self.fail(f"{value!r} is none of {', '.join(get_args(Gather))}, and no number of parameters.", param, ctx)
+        return int(value)
+
+
 # -- blocks of options
 
 
@@ -139,6 +154,39 @@ def schemes() -> Decorator:
 def wire(help: str = "The dtype that blocks are sent in.") -> Decorator:
     """``--wire``, one of ``bands.WIRES``."""
     return click.option("--wire", type=click.Choice(list(WIRES)), default="fp32", show_default=True, help=help)
+
+
+_SCHEDULE: dict[str, tuple[Any, str]] = {
+    "node": (click.IntRange(min=1), "So many ranks are a group: what rows shard within, and what leaves is counted."),
+    "gather": (click.Choice(get_args(Gather)), "What ZeRO-3 gathers at a time."),
+    "prefetch": (click.IntRange(min=0), "How many further layers ZeRO-3 gathers before one computes."),
+    "bucket": (Bucket(), "One flat buffer per layer, for the model, or for layers of so many parameters together."),
+    "padding": (click.Choice(get_args(Padding)), "What buffers are padded to a multiple of."),
+    "accumulate": (click.IntRange(min=1), "Micro-batches that a step's batch is cut into."),
+    "sync": (click.Choice(get_args(Sync)), "When gradients are reduced: after each micro-batch, or at the end."),
+    "clip": (click.FloatRange(min=0, min_open=True), "The largest norm of all gradients together."),
+}
+
+
+def schedule() -> Decorator:
+    """Further options of a training run; the command gets those that were given as the keywords ``schedule``."""
+
+    def decorate(command: Function) -> Function:
+        @wraps(command)
+        def with_schedule(**given: Any) -> Any:
+            chosen = {name: given.pop(name) for name in [*_SCHEDULE, "all_reduce", "checkpoint"]}
+            return command(schedule={name: each for name, each in chosen.items() if each}, **given)
+
+        return with_schedule
+
+    options = [
+        click.option(f"--{name}", type=kind, default=None, help=said) for name, (kind, said) in _SCHEDULE.items()
+    ]
+    flags = [
+        click.option("--all-reduce", is_flag=True, help="All-reduce gradients where they could be reduce-scattered."),
+        click.option("--checkpoint", is_flag=True, help="Keep a layer's input alone, and run it again in backward."),
+    ]
+    return _several(*options, *flags, decorate)
 
 
 def out(help: str, *, default: str | None = "out") -> Decorator:

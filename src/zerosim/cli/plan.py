@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from zerosim.bands import PRECISIONS, WIRES
+from zerosim.bands import WIRES
 from zerosim.cli.errors import Refused, errors_for_people, printing
 from zerosim.util import sizes
 
 if TYPE_CHECKING:
-    from zerosim.records.plan import Plan, Question
+    from zerosim.records.plan import Finetuning, Plan, Question
 
 FAMILIES = ("mlp", "gpt", "llama")
+PRECISIONS = (
+    "mixed", "bf16", "fp32", "bf16-fp32-grads", "mixed-main-grads", "fsdp", "pure-bf16", "bf16-moments", "bf16-master",
+    "autocast",
+)  # fmt: skip
+NOT_PLANNED = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 CHARTS = (".png", ".svg", ".html")
 
 
@@ -46,7 +53,7 @@ class Rate(click.ParamType[int]):
 @click.command()
 @click.argument("model", metavar="MODEL")
 @click.option(
-    "--gpus", multiple=True, required=True, metavar="N",
+    "--gpus", multiple=True, metavar="N",
     help="Ranks: a number, 4,8,16, or 2-64 (powers of two).",
 )  # fmt: skip
 @click.option("--sweep", is_flag=True, help="Also show the powers of two around a single N.")
@@ -66,7 +73,7 @@ class Rate(click.ParamType[int]):
 )  # fmt: skip
 @click.option(
     "--precision",
-    type=click.Choice(list(PRECISIONS)),
+    type=click.Choice(PRECISIONS),
     default=None,
     help="Recipe of bands.  [default: the convention's]",
 )
@@ -101,11 +108,40 @@ class Rate(click.ParamType[int]):
 @click.option("--prefetch", type=click.IntRange(min=0), default=None, help="Units that ZeRO-3 gathers ahead.")
 @click.option(
     "--optimizer",
-    type=click.Choice(["adam", "sgd", "momentum"]),
+    type=click.Choice(["adam", "adamw", "adam8bit", "sgd", "momentum"]),
     default="adam",
     show_default=True,
-    help="What is kept.",
+    help="What is kept; adam8bit: a byte for each moment, and an fp32 scale for each 256.",
 )
+@click.option(
+    "--global-batch", type=click.IntRange(min=1), default=None,
+    help="Rows of a step on all GPUs; how many micro-batches it takes follows.",
+)  # fmt: skip
+@click.option(
+    "--loss", type=click.Choice(["fp32", "bf16", "chunked", "fused"]), default="fp32", show_default=True,
+    help="Cross entropy: in fp32, in the logits' bf16, in fp32 by 8 chunks, or in one kernel that keeps nothing.",
+)  # fmt: skip
+@click.option(
+    "--kv", type=click.Choice(["grouped", "expanded"]), default="grouped", show_default=True,
+    help="Keys and values that heads share: kept once, or expanded to a copy for each head.",
+)  # fmt: skip
+@click.option(
+    "--lora", default=None, metavar="r=8,targets=NAME,...",
+    help="Train adapters of rank r beside these linear layers (or all-linear); all else is frozen.",
+)  # fmt: skip
+@click.option(
+    "--other-parts", type=click.Choice(["frozen", "left-out", "trained"]), default="frozen", show_default=True,
+    help="Of a model of several kinds of input, what text does not reach.",
+)  # fmt: skip
+@click.option(
+    "--config", "job", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
+    help="A job's ds_config.json or accelerate YAML: what it says, unless an option says otherwise.",
+)  # fmt: skip
+@click.option("--tp", "--tensor-parallel", type=int, default=1, hidden=True)
+@click.option("--pp", "--pipeline-parallel", type=int, default=1, hidden=True)
+@click.option("--cp", "--context-parallel", type=int, default=1, hidden=True)
+@click.option("--ep", "--expert-parallel", type=int, default=1, hidden=True)
+@click.option("--nvme", "--nvme-path", default=None, hidden=True)
 @click.option(
     "--efficiency", type=click.FloatRange(0, 1, min_open=True), default=None,
     help="For the time's bound: the part of the peak that is reached.  [default: 0.5]",
@@ -134,11 +170,13 @@ class Rate(click.ParamType[int]):
     "--chart", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
     help="Draw the peaks by band to FILE: .png, .svg or .html.",
 )  # fmt: skip
-def plan(model: str, json_to: str | None, chart: Path | None, convention: str | None, **options: Any) -> None:
+@click.pass_context
+def plan(context: click.Context, /, model: str, json_to: str | None, chart: Path | None, **options: Any) -> None:
     """Say what training MODEL takes on N GPUs, before they are rented.
 
-    MODEL is a list of layer sizes (4096,16384,4096), a Hugging Face config.json or its folder (extra
-    "plan"), or a Python path, package.module:factory, whose code is then run (extra "torch").
+    MODEL is a list of layer sizes (4096,16384,4096); a Hugging Face config.json or its folder, or a
+    model's name (extra "plan"); or a Python path, package.module:factory, whose code is then run
+    (extra "torch").
 
     Runs the training step itself, on shapes instead of numbers, for every scheme and N, and reads its
     ledger: what a GPU holds at rest and at the peak, by band, when and for which unit; what it sends;
@@ -146,6 +184,8 @@ def plan(model: str, json_to: str | None, chart: Path | None, convention: str | 
     micro-batch that fit by running again with the card's capacity.
     """
     with errors_for_people():
+        options = _with_job(context, options)
+        convention = options.pop("convention")
         question = _question(model, convention or "zero", **options)
         targets = _targets(json_to, chart)
         found = _run(question)
@@ -164,11 +204,48 @@ def plan(model: str, json_to: str | None, chart: Path | None, convention: str | 
                 click.echo(f"written to {path}")
 
 
+def _with_job(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with what the job's configuration says where nothing was typed. ValueError for what isn't planned."""
+    from zerosim.planner import job_config
+
+    for name, kind in NOT_PLANNED.items():
+        if options.pop(name) > 1:
+            raise job_config.refuse(f"{kind} parallelism", name)
+    if options.pop("nvme") is not None:
+        raise job_config.refuse("offloading to NVMe", "nvme")
+    job, options["notes"], options["bucket_elements"] = options.pop("job"), (), None
+    if job is not None:
+        found = job_config.read(job)
+        typed = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        options |= {name: value for name, value in found.options.items() if name not in typed}
+        options["notes"] = tuple(found.notes)
+    if not options["gpus"]:
+        raise ValueError("plan(gpus): how many GPUs? At least one number is needed, as in --gpus 8.")
+    return options
+
+
+def _finetuning(lora: str | None, other_parts: str) -> Finetuning:
+    """What is trained. ValueError for a text of another form."""
+    from zerosim.records.plan import Finetuning
+
+    parts: Any = other_parts.replace("-", " ")
+    if lora is None:
+        return Finetuning(other_parts=parts)
+    match = re.fullmatch(r"r=(\d{1,5})(?:,targets=([\w.,-]+))?", lora.strip())
+    if match is None or not int(match[1]):
+        raise ValueError(
+            f"plan(lora): a rank and the linear layers that get adapters, as in r=8,targets=q_proj,v_proj, or "
+            f"r=8,targets=all-linear; got {lora!r}."
+        )
+    targets = tuple(filter(None, (match[2] or "all-linear").split(",")))
+    return Finetuning(other_parts=parts, lora=int(match[1]), targets=targets)
+
+
 def _question(
     model: str, convention: str, *, gpus: tuple[str, ...], schemes: tuple[str, ...], sweep: bool, memory: str | None,
     card: str | None, seq: int | None, bucket: str | None, efficiency: float | None, peak: float | None,
     bandwidth: int | None, node_bandwidth: int | None, latency: float | None, node_latency: float | None,
-    node_size: int | None, **options: Any,
+    node_size: int | None, lora: str | None, other_parts: str, bucket_elements: int | None, **options: Any,
 ) -> Question:  # fmt: skip
     """What was typed as a question. ValueError, with what would work, if it is none."""
     from zerosim.planner import cards, conventions, question
@@ -193,7 +270,10 @@ def _question(
             card=None if preset is None else preset.name,
             binary=memory is not None and "i" in memory.lower(),
             sequence=seq,
-            bucket=None if bucket is None else question.bucket(bucket, options["precision"] or rules.precision),
+            bucket=bucket_elements
+            if bucket is None
+            else question.bucket(bucket, options["precision"] or rules.precision),
+            finetuning=_finetuning(lora, other_parts),
             network=Network(
                 efficiency=efficiency,
                 peak=None if peak is None else peak * 1e12,
@@ -270,7 +350,7 @@ def _run(question: Question) -> Plan:
             progress.update(bar, advance=1, description=doing)
 
         with _importable():
-            source = models.read(question.model)
+            source = models.read(question.model, question.finetuning)
         found = plans.make(source, question, advance)
         return largest_model.added(found, advance) if question.largest_model else found
 

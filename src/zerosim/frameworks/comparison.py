@@ -171,7 +171,9 @@ class FrameworkComparison:
             held[what] = sum(rank.held.get(band, 0) for rank in ranks for band in bands) / size
         whole, shard = (_by_kind(theory.resident(self._job(row))) for row in (DP, ZeRO3))
         sharded = {what: _nearer(held[what], shard[what], whole[what]) for what in _SHARDED}
-        row = next((each for each in SCHEMES if all(getattr(each, what) == sharded[what] for what in _SHARDED)), None)
+        row = next(
+            (each for each in SCHEMES if all(bool(getattr(each, what)) == sharded[what] for what in _SHARDED)), None
+        )
         if row is None:
             return None, [f"shards {' and '.join(what for what in _SHARDED if sharded[what])}, as no scheme does"]
         job = self._job(row)

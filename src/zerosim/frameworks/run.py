@@ -11,33 +11,30 @@ gloo's framing explain, to the byte; the ranks end with the same parameters. The
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
+import io
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
-from itertools import groupby
-from pathlib import Path
+from typing import Any
 
 from zerosim.frameworks.comparison import FrameworkComparison
 from zerosim.frameworks.observation import Observation
 from zerosim.frameworks.variants import VARIANTS, Task, Variant
 from zerosim.real_ranks.agreement import versions
 from zerosim.real_ranks.cases import model
-from zerosim.real_ranks.connection import Arrived, Go
+from zerosim.real_ranks.connection import Arrived, Connection, Go, Result
 from zerosim.real_ranks.coordinator import Coordinator, RankFailure
-from zerosim.real_ranks.corroborate import INTERRUPTED, jobs, validate
-from zerosim.real_ranks.launch import ForkServer, ForkServerError, Group
+from zerosim.real_ranks.corroborate import INTERRUPTED, PATIENCE, loopback, validate
+from zerosim.real_ranks.processes import Heartbeat, children, meeting_point
 from zerosim.records.frameworks import SCHEMA, Family, Framework, Frameworks
 from zerosim.records.real_ranks import Settings
 from zerosim.records.results import Failure
 
 Advance = Callable[[str], None]
-TASK, OBSERVATION = "task", "observation-{}"  # files beside the ranks' store: what they shall do, what each saw
 LEAST_STEPS = 8  # the first two differ, of the last not all is known, and of five one sees all that there is
-_LOADED = {
-    True: "deepspeed",
-    False: "zerosim.frameworks.worker",
-}  # before ranks are forked, by whether it is DeepSpeed's
 _SLOW = 4  # how much more patience DeepSpeed needs
 
 
@@ -69,21 +66,18 @@ def run(
     failures: list[Failure] = []
     ended = ""
     try:
-        for special, some in groupby(variants, key=lambda each: each.family is Family.DEEPSPEED):
-            if special and not importlib.util.find_spec("deepspeed"):
-                for variant in some:
-                    advance(variant.name)
+        for variant in variants:
+            advance(variant.name)
+            if variant.family is Family.DEEPSPEED:
+                if not importlib.util.find_spec("deepspeed"):
                     found.append(_skipped(variant, "deepspeed is not installed; pip install 'zerosim[deepspeed]'"))
-                continue
-            with ForkServer(_LOADED[special], interface) as server:
-                for variant in some:
-                    advance(variant.name)
-                    comparison = FrameworkComparison(
-                        variant, settings, steps, _observed(server, variant, settings, steps, timeout)
-                    )
-                    found.append(comparison.record())
-                    failures += comparison.failures
-    except (RankFailure, ForkServerError) as failure:
+                    continue
+                _quietly("deepspeed")  # once, before ranks are forked: it takes seconds
+            observed = _observed(variant, settings, steps, timeout, interface)
+            comparison = FrameworkComparison(variant, settings, steps, observed)
+            found.append(comparison.record())
+            failures += comparison.failures
+    except RankFailure as failure:
         ended = str(failure)
     except KeyboardInterrupt:
         ended = INTERRUPTED
@@ -107,22 +101,33 @@ def _skipped(variant: Variant, reason: str) -> Framework:
 
 
 def _observed(
-    server: ForkServer, variant: Variant, settings: Settings, steps: int, timeout: float
+    variant: Variant, settings: Settings, steps: int, timeout: float, interface: str | None
 ) -> list[Observation]:
     """What each rank saw of the run."""
+    worker = _quietly("zerosim.frameworks.worker")  # only now: it imports torch
     task = Task(
         variant=variant, ranks=settings.ranks, steps=steps, batch=settings.batch, seed=settings.seed,
         model_seed=settings.model_seed, widths=settings.widths,
     )  # fmt: skip
-    with Group(server, settings.ranks, "zerosim.frameworks.worker") as group:
-        folder = Path(group.scratch)
-        (folder / TASK).write_bytes(pickle.dumps(task))
-        for order, connection in zip(jobs(group, settings, timeout), group.connections, strict=True):
-            connection.send(order)
-        coordinator = Coordinator(
-            group.connections, timeout * (_SLOW if variant.family is Family.DEEPSPEED else 1), group
-        )
-        for _ in range(2 * steps + 2):  # before and after each step, when all is read, and at the end
-            coordinator.gather(Arrived, f"the run of {variant.name}")
-            coordinator.tell(Go())
-        return [pickle.loads((folder / OBSERVATION.format(rank)).read_bytes()) for rank in range(settings.ranks)]
+    with meeting_point() as path:
+
+        def rank(connection: Connection, heartbeat: Heartbeat, number: int) -> None:
+            worker.observe(connection, heartbeat, task, number, path, PATIENCE * timeout, interface or loopback())
+
+        with children(settings.ranks, rank) as ranks:
+            patience = timeout * (_SLOW if variant.family is Family.DEEPSPEED else 1)
+            coordinator = Coordinator([each.connection for each in ranks], patience, ranks)
+            doing = f"the run of {variant.name}"
+            for _ in range(2 * steps + 2):  # before and after each step, when all is read, and at the end
+                coordinator.gather(Arrived, doing)
+                coordinator.tell(Go())
+            return [pickle.loads(result.data) for result in coordinator.gather(Result, doing)]
+
+
+def _quietly(module: str) -> Any:
+    """Import what frameworks are part of. What they print and warn of meanwhile is theirs."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)

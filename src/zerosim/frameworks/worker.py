@@ -29,23 +29,24 @@ from zerosim.frameworks.training import BUILD, Tensor, Training, loss_of, networ
 from zerosim.frameworks.variants import Task
 from zerosim.lab.data import batches
 from zerosim.real_ranks import meter
-from zerosim.real_ranks.connection import Arrived, Connection, Heartbeats, Job, Trouble
+from zerosim.real_ranks.connection import Arrived, Connection, Result
+from zerosim.real_ranks.processes import Heartbeat
+from zerosim.real_ranks.simulation import one_thread
+from zerosim.real_ranks.worker import tell
 from zerosim.records.frameworks import COMPARE_GRADIENTS, STATE, Family
 from zerosim.worlds import torch_ring
 
-TASK, OBSERVATION = "task", "observation-{}"  # files beside the ranks' store
 GRADIENT_STEPS = 3  # the first, in which DDP's buckets are in another order, and two more
 
 
-def serve(connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
-    """Do the job that lies beside the ranks' store, and leave beside it what was seen.
+def observe(
+    connection: Connection, heartbeat: Heartbeat, task: Task, rank: int, path: str, timeout: float, interface: str
+) -> None:
+    """Do the task as one of its ranks, which meet at the file ``path``, and tell what was seen.
 
     Tells of every point at which the ranks wait for each other: before and after each step, when
     all have read their counters, and at the end.
     """
-    given = connection.receive()
-    assert isinstance(given, Job)
-    folder, heartbeat = Path(given.store).parent, heartbeats.slot(rank)
 
     def fence() -> None:
         heartbeat.leave()
@@ -53,18 +54,18 @@ def serve(connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
         connection.receive()
 
     try:
-        task: Task = pickle.loads((folder / TASK).read_bytes())
-        store = torch_ring.file_store(Path(given.store), given.world)
-        with torch_ring.process_group("gloo", store, rank, given.world, given.timeout, rank):
+        store = torch_ring.file_store(path, task.ranks)
+        with torch_ring.process_group("gloo", store, rank, task.ranks, timeout, rank, interface), one_thread():
             seen = _observe(task, rank, fence)
             # A second training, for it takes a second model, which must not be there while memory is measured.
             if task.variant.family in COMPARE_GRADIENTS:
                 seen = seen._replace(gradients=_gradients(task, rank))
-            (folder / OBSERVATION.format(rank)).write_bytes(pickle.dumps(seen))
             fence()
+            connection.send(Result(data=pickle.dumps(seen)))
+            with contextlib.suppress(EOFError):  # until all have answered
+                connection.receive()
     except Exception as error:
-        with contextlib.suppress(OSError):
-            connection.send(Trouble(text=f"{type(error).__name__}: {error}"))
+        tell(connection, error, heartbeat)
         raise
 
 
@@ -76,7 +77,7 @@ def _observe(task: Task, rank: int, fence: Callable[[], None]) -> Observation:
     # Not torch.profiler's: that loads a compiler, for seconds.
     with autograd.profile(profile_memory=True, record_shapes=True) as profiler:
         training = BUILD[task.variant.family](task)
-        kernel = meter.Kernel(meter.tcp_sockets())
+        kernel = meter.Kernel()
         for x, y in _rows(task, rank, task.steps):
             before = kernel.read()
             fence()

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zerosim.bands import Array, DType
-from zerosim.kernels import Handed, Kernels
+from zerosim.kernels.operations import Handed, Kernels
 from zerosim.util import casts
 
 # As what the loops are passed a dtype's arrays.
@@ -47,7 +47,11 @@ class Compiled:
 
     def kernels(self) -> Kernels:
         """The record that is handed on."""
-        return Kernels("numba", self.convert, self.adam, self.ring_sum, self.ring_copies)
+        return Kernels("numba", self.convert, self.adam, self.worth, self.ring_sum, self.ring_copies)
+
+    def worth(self, size: int) -> bool:
+        """Whether numba is loaded, or worth loading for an array of so many elements."""
+        return self._module is not None or size >= self._least
 
     # -- operations
 
@@ -61,24 +65,23 @@ class Compiled:
         casts.convert(source, target)
 
     def adam(
-        self, params: Array, grads: Array, exp_avg: Array, exp_avg_sq: Array, *,
-        betas: tuple[float, float], eps: float, step_size: float, root_correction: float,
+        self, params: Array, grads: Array, exp_avg: Array, exp_avg_sq: Array,
+        beta1: float, beta2: float, eps: float, step_size: float, root_correction: float, decay: float,
     ) -> int | None:  # fmt: skip
-        """As ``kernels.AdamKernel``."""
+        """As in ``Kernels``."""
         if type(params) is not np.ndarray:
             return None
         loop = self._loop("adam", params.size, grads.dtype)
         if loop is None or not (views := _passed(params, grads, exp_avg, exp_avg_sq)):
             return None
-        single = np.float32  # as NumPy takes a Python number beside an array
-        constants = (1 - betas[0], betas[1], 1 - betas[1], root_correction, eps, -step_size)
-        self._each(views[0].shape, loop, views, *map(single, constants))
-        return 13
+        constants = (1 - beta1, beta2, 1 - beta2, root_correction, eps, -step_size, 1 - decay)
+        self._each(views[0].shape, loop, views, *map(np.float32, constants))  # as NumPy has a number beside an array
+        return 13 + (decay != 0)  # without decay a parameter times 1 is itself, and no operation of the formula's
 
     def ring_sum(
         self, chunks: Array, blocks: tuple[Array, Array], padding: npt.NDArray[np.int64], handed: Handed
     ) -> Array | None:
-        """As ``kernels.RingSum``."""
+        """As in ``Kernels``."""
         even, odd = blocks
         n, length = chunks.shape[2:]
         loop = self._loop("ring_sum", chunks.size, chunks.dtype, even.dtype)
@@ -94,7 +97,7 @@ class Compiled:
     def ring_copies(
         self, block: Array, chunks: Array, itemsize: int, padding: npt.NDArray[np.int64], handed: Handed
     ) -> bool:
-        """As ``kernels.RingCopies``."""
+        """As in ``Kernels``."""
         loop = self._loop("ring_copies", chunks.size, chunks.dtype)
         if loop is None:
             return False
@@ -110,7 +113,7 @@ class Compiled:
         """The loop of that name for arrays of these dtypes; None where the formula has to do."""
         key = name, dtypes
         if key not in self._found:
-            if self._module is None and size < self._least:
+            if not self.worth(size):
                 return None
             self._found[key] = self._made(name, dtypes)
         return self._found[key]

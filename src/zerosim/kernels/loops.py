@@ -208,8 +208,8 @@ def narrow_with_nan(source, target):
 
 
 @no_type_check
-def adam(params, grads, exp_avg, exp_avg_sq, rest1, beta2, rest2, root_correction, eps, step):
-    """Adam on [a, b, n]: the thirteen operations of ``optimizer.Adam``; ``step`` is minus the step size."""
+def adam(params, grads, exp_avg, exp_avg_sq, rest1, beta2, rest2, root_correction, eps, step, kept):
+    """Adam on [a, b, n]: the operations of ``optimizer.Adam``; ``step`` is minus the step size."""
     for a in range(params.shape[0]):
         for b in range(params.shape[1]):
             p, g = row(params, (a, b)), row(grads, (a, b))
@@ -220,12 +220,12 @@ def adam(params, grads, exp_avg, exp_avg_sq, rest1, beta2, rest2, root_correctio
                 second = get(v, i) * beta2 + grad * rest2 * grad
                 put(m, i, first)
                 put(v, i, second)
-                put(p, i, get(p, i) + first * step / (np.sqrt(second) / root_correction + eps))
+                put(p, i, get(p, i) * kept + first * step / (np.sqrt(second) / root_correction + eps))
 
 
 @no_type_check
 def ring_sum(chunks, even, odd, padding, handed, first, last, together, length):
-    """The hops of chunks ``first`` to ``last`` of a reduce-scatter, as ``kernels.RingSum`` has it.
+    """The hops of chunks ``first`` to ``last`` of a reduce-scatter, as ``operations.Kernels`` has it.
 
     ``together`` chunks, ``length`` elements of each at a time, go all the way round before the next do, so that
     partial sums stay in the cache: no chunk meets another on its way. Into ``even`` goes what has made an
@@ -264,7 +264,7 @@ def ring_sum(chunks, even, odd, padding, handed, first, last, together, length):
 
 @no_type_check
 def ring_copies(block, chunks, itemsize, padding, handed, first, last):
-    """The hops of an all-gather that end at ranks ``first`` to ``last``, as ``kernels.RingCopies`` has it.
+    """The hops of an all-gather that end at ranks ``first`` to ``last``, as ``operations.Kernels`` has it.
 
     A rank is handed all its blocks before the next is handed any, so that what is written lies together: what is
     in a block does not change on its way.
@@ -305,7 +305,7 @@ LOOPS: dict[str, tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]] = {
     "convert": (convert, _cast),
     "widen_with_nan": (widen_with_nan, _cast),
     "narrow_with_nan": (narrow_with_nan, _cast),
-    "adam": (adam, lambda grads: (_OWN, _array(grads, 3), _OWN, _OWN, *[SINGLE] * 6)),
+    "adam": (adam, lambda grads: (_OWN, _array(grads, 3), _OWN, _OWN, *[SINGLE] * 7)),
     "ring_sum": (
         ring_sum,
         lambda chunks, wire: (_array(chunks, 4), *[_array(wire, 3, written=True)] * 2, *_RING, COUNT, COUNT),

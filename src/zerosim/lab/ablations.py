@@ -1,7 +1,7 @@
 """What changes when a rule of the simulator is broken on purpose, one rule at a time.
 
-Owns these experiments: the whole model gathered at once, blocks in 16 bits, buckets of
-another size in one scheme. They show what the rules are worth; they are no checks.
+Owns these experiments: the whole model gathered at once, blocks in 16 bits, parameters in int8,
+buckets of another size in one scheme. They show what the rules are worth; they are no checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zerosim.checks.compare import bits
 from zerosim.lab.experiment import batches_of
 from zerosim.model import MLP
 from zerosim.options import Options
-from zerosim.records.results import Drift, NarrowWire, Settings, WholeModelGather
+from zerosim.records.results import Drift, Int8Params, NarrowWire, Settings, WholeModelGather
 from zerosim.schemes import DP, Stage, ZeRO2, ZeRO3
 
 NARROW = {"mixed": "fp16", "bf16": "bf16"}  # precisions whose gradients and parameters 16 bits carry, and which
@@ -62,6 +62,17 @@ def narrow_wire(settings: Settings, model: MLP) -> NarrowWire:
             *((ZeRO2, Options(precision=settings.precision, wire=dtype)) for dtype in ("fp32", wire)),
         ),
     )
+
+
+def int8_params(settings: Settings, model: MLP) -> Int8Params:
+    """ZeRO-3 that sends parameters as int8 blocks with their scales, beside one that sends them as they are."""
+    options = Options(precision=settings.precision, wire=settings.wire)
+    losses, sent = [], []
+    for each in (replace(options, wire_params="int8"), options):
+        scheme = ZeRO3(model, settings.ranks, each)
+        losses.append([scheme.step(batch) for batch in batches_of(settings, settings.ranks, settings.steps)])
+        sent.append(max(scheme.reports[-1].sent()))
+    return Int8Params(sent=sent[0], sent_exact=sent[1], losses=losses[0], losses_exact=losses[1])
 
 
 def whole_model_bucket(settings: Settings, model: MLP) -> dict[str, Drift]:

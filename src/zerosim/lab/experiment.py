@@ -13,8 +13,8 @@ from typing import Any
 from zerosim import theory
 from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
+from zerosim.counts import Peak, Report
 from zerosim.lab.data import Pair, batches
-from zerosim.ledger import Peak, Report
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (
@@ -50,6 +50,7 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
         wire=settings.wire,
         gather=settings.gather,
         node=settings.node,
+        wire_params=settings.wire_params,
     )
 
 
@@ -62,8 +63,9 @@ def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair
 def plain_training(row: Stage, settings: Settings, ranks: int) -> Reference:
     """What all rows that sum in this one's order, on so many ranks, are held against."""
     return Reference(
-        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node
-    )
+        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node,
+        wire_params=settings.wire_params,
+    )  # fmt: skip
 
 
 class Run:
@@ -75,7 +77,7 @@ class Run:
     def __init__(self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None) -> None:
         self.row = row
         self._settings = settings
-        self.two_axes = row.on(ranks, settings.node).two_axes  # the order in which it sums
+        self.order = settings.order(row, ranks)
         self._plain = plain or plain_training(row, settings, ranks)
         self.job = job_of(settings, model, row, ranks)
         self.capacity = settings.capacity
@@ -111,17 +113,18 @@ class Run:
         try:
             self.scheme.step(batch)
         except OutOfMemory as error:
-            self._end(error, len(self._all_reports()))
+            self._end(error, self._all_reports()[-1].step)
         else:
-            step = len(self.reports)
+            step = self.scheme.steps  # of which not all reports need be kept
             self._plain.reach(step, batch)
             self.failures += compare.against_plain(self.scheme, self._plain, step)
             self.failures += compare.audit(self.scheme, self.reports[-1], self.job)
 
     def _end(self, error: OutOfMemory, step: int) -> None:
         self.out_of_memory = OutOfMemoryRecord(
-            step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held
-        )
+            step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
+            place=error.place, on_card=_plain(error.on_card),
+        )  # fmt: skip
 
     def fits_predicted(self) -> bool:
         card, host = self.capacity, self._settings.host_capacity
@@ -150,9 +153,16 @@ class Run:
                 padding=theory.padding(self.job),
                 padding_sent=theory.padding_sent(self.job),
                 flops=theory.flops(self.job),
+                node_outside={
+                    name: _plain({band: sum(ranks[: self.job.group]) for band, ranks in bands.items()})
+                    for name, bands in theory.outside(self.job).items()
+                },
+                host=_plain(theory.host_resident(self.job)),
+                host_peak=_plain(theory.host_peak(self.job)),
+                copies=_by_place(theory.copies(self.job)),
             ),
-            steps=[_step_record(report) for report in self.reports],
-            events=_event_records(reports[-1]) if reports else [],
+            steps=[step_record(report) for report in self.reports],
+            events=event_records(reports[-1]) if reports else [],
             out_of_memory=self.out_of_memory,
         )
 
@@ -169,10 +179,12 @@ class Run:
             peak_without_activations_predicted=sum(theory.peak_without_activations(self.job).values()),
             sent=max(report.sent(), default=0),
             sent_predicted=sum(sum(bands.values()) for bands in theory.traffic(self.job).values()),
+            host_peak=report.host_peak.total,
+            host_peak_predicted=sum(theory.host_peak(self.job).values()),
             fits=self.running,
             fits_predicted=self.fits_predicted(),
             resident_by_band=_plain(report.resident),
-            events=_event_records(report),
+            events=event_records(report),
         )
 
 
@@ -181,18 +193,28 @@ def _plain(counts: Mapping[Any, int]) -> dict[str, int]:
     return {str(name): count for name, count in counts.items() if count}
 
 
+def _by_place(copies: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Copies over the host link, by the place that they go to and band."""
+    places: dict[str, dict[str, int]] = {}
+    for (place, band), nbytes in copies.items():
+        places.setdefault(str(place), {})[str(band)] = nbytes
+    return places
+
+
 def _peak_record(peak: Peak) -> PeakRecord:
     return PeakRecord(total=peak.total, by_band=_plain(peak.by_band), unit=peak.unit, phase=peak.phase)
 
 
-def _event_records(report: Report) -> list[EventRecord]:
+def event_records(report: Report) -> list[EventRecord]:
+    """The log of a step."""
     return [
         EventRecord(**{field: getattr(event, field) for field in EventRecord.__struct_fields__})
         for event in report.events
     ]
 
 
-def _step_record(report: Report) -> StepRecord:
+def step_record(report: Report) -> StepRecord:
+    """A step, without its log."""
     return StepRecord(
         step=report.step,
         loss=report.loss,
@@ -208,9 +230,14 @@ def _step_record(report: Report) -> StepRecord:
                 received=traffic.received.tolist(),
                 padding=traffic.padding.tolist(),
                 messages=traffic.messages,
+                outside=traffic.outside.tolist(),
+                node_outside=traffic.node_outside,
             )
             for (collective, band), traffic in report.traffic.items()
         ],
         flops=_plain(report.flops),
         seconds={str(phase): seconds for phase, seconds in report.seconds.items()},
+        host=_plain(report.host),
+        host_peak=_peak_record(report.host_peak),
+        copies=_by_place(report.copies),
     )

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from zerosim import theory
 from zerosim.checks import compare
 from zerosim.checks.reference import Reference
+from zerosim.kernels.choice import choose
 from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import Run, batches_of, job_of, model_of, plain_training
@@ -39,7 +40,7 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
     return Results(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=versions(),
         settings=settings,
         n_params=model.n_params,
         schemes=schemes,
@@ -62,6 +63,9 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
         raise ValueError(
             f"lab(precision): {settings.precision} exists under ZeRO-3 alone, and the lab compares all four. Use bf16."
         )
+    for row in rows:
+        for ranks in sweep_ranks(settings.ranks, settings.node):
+            row.on(ranks, settings.node)
     arguments.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
     arguments.check_memory(
@@ -76,8 +80,9 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
 
 
 def _footprint(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> int:
-    """Bytes of this process for the schemes on ``ranks`` ranks at their peaks."""
-    return ranks * sum(sum(theory.peak(job_of(settings, model, row, ranks)).values()) for row in rows)
+    """Bytes of this process for the schemes on ``ranks`` ranks at their peaks, on cards and hosts."""
+    jobs = [job_of(settings, model, row, ranks) for row in rows]
+    return ranks * sum(sum(peak(job).values()) for job in jobs for peak in (theory.peak, theory.host_peak))
 
 
 def sweep_ranks(ranks: int, node: int | None = None) -> list[int]:
@@ -87,7 +92,7 @@ def sweep_ranks(ranks: int, node: int | None = None) -> list[int]:
 
 def work(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> int:
     """How many times ``run`` will call ``advance``."""
-    return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks, settings.node))) + 3
+    return len(rows) * (settings.steps + len(sweep_ranks(settings.ranks, settings.node))) + 4
 
 
 def _side_by_side(
@@ -95,8 +100,8 @@ def _side_by_side(
 ) -> tuple[list[SchemeRecord], list[Difference], list[Difference], list[Failure]]:
     """The schemes in lockstep on the same batches, compared after every step.
 
-    Bits are compared among those that sum in one order. The second list of differences says how far the
-    first that sums over two axes is from the first that sums over all ranks at once.
+    Bits are compared among those of one order. The second list of differences says how far the first of each
+    further order is from the first of all.
     """
     runs = _runs(settings, rows, model, settings.ranks)
     differences: list[Difference] = []
@@ -106,14 +111,13 @@ def _side_by_side(
         for each in runs:
             advance(f"step {step} of {settings.steps}: {each.row.name}")
             each.step(batch)
-        first: Run | None = None
-        for order in (False, True):
-            running = [each for each in runs if each.running and each.two_axes is order]
-            if not running:
-                continue
-            if first is not None:
+        orders: dict[tuple[object, ...], list[Run]] = {}
+        for each in runs:
+            if each.running:
+                orders.setdefault(each.order, []).append(each)
+        for running in orders.values():
+            if running[0] is not (first := next(iter(orders.values()))[0]):
                 between.append(compare.compare(running[0].scheme, compare.whole_states(first.scheme), step)[0])
-            first = first or running[0]
             reference = compare.whole_states(running[0].scheme)
             for each in running:
                 if each is running[0] and each.scheme.shard.optimizer is Over.ALL:
@@ -129,13 +133,14 @@ def _side_by_side(
 
 
 def _runs(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> list[Run]:
-    """A run of each row; those that sum in one order are held to one plain training."""
-    plain: dict[bool, Reference] = {}
+    """A run of each row; those of one order are held to one plain training."""
+    plain: dict[tuple[object, ...], Reference] = {}
     runs = []
     for row in rows:
-        two_axes = row.on(ranks, settings.node).two_axes
-        reference = plain.setdefault(two_axes, plain_training(row, settings, ranks))
-        runs.append(Run(row, settings, model, ranks, reference))
+        order = settings.order(row, ranks)
+        if order not in plain:
+            plain[order] = plain_training(row, settings, ranks)
+        runs.append(Run(row, settings, model, ranks, plain[order]))
     return runs
 
 
@@ -164,13 +169,16 @@ def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     gather = ablations.whole_model_gather(settings, model) if several else None
     advance("a narrow wire")
     narrow = ablations.narrow_wire(settings, model) if several and settings.precision in ablations.NARROW else None
+    advance("parameters in int8")
+    int8 = ablations.int8_params(settings, model) if several and settings.options().recipe.master else None
     advance("buckets of another size in one scheme")
     bucket = ablations.whole_model_bucket(settings, model) if several else {}
-    return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket)
+    return Ablations(whole_model_gather=gather, narrow_wire=narrow, whole_model_bucket=bucket, int8_params=int8)
 
 
-def _versions() -> dict[str, str]:
-    packages = ("zerosim", "numpy", "ml_dtypes")
+def versions() -> dict[str, str]:
+    """What it was run with."""
+    packages = ("zerosim", "numpy", "ml_dtypes", *(["numba"] if choose().name == "numba" else []))  # which kernels
     return {name: importlib.metadata.version(name) for name in packages} | {
         "python": platform.python_version(),
         "machine": platform.machine(),

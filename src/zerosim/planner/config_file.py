@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +26,17 @@ SIZES = frozenset((
     "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "word_embed_proj_dim",
 ))  # fmt: skip
-# What else is found in files and changes nothing about a model's sizes: where it comes from, how it is saved or used.
-HARMLESS = frozenset((
-    "model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "name_or_path", "auto_map",
-    "task_specific_params", "n_ctx", "use_return_dict", "pruned_heads", "tie_encoder_decoder",
-    "cross_attention_hidden_size", "add_cross_attention", "finetuning_task", "tokenizer_class", "prefix",
-    "is_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "output_past",
-    "attn_implementation", "experts_implementation", "per_layer_config", "num_labels", "output_attentions",
-    "rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor", "classifier_dropout",
-    "position_embedding_type", "static_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-    "sep_token_id", "decoder_start_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
-    "quantization_config", "unsloth_version", "unsloth_fixed", "transformers.js_config", "summary_type",
-    "summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "return_dict",
-    "use_cache", "tie_word_embeddings",
-))  # fmt: skip
 _HEADS = (  # a width, and the heads that share it out
     ("hidden_size", "num_attention_heads"),
     ("n_embd", "n_head"),
     ("d_model", "encoder_attention_heads"),
     ("d_model", "decoder_attention_heads"),
 )
-_FROM_FILE = "plan(MODEL)"
+CALL = "plan(MODEL)"
+
+
+# A model without any of these is none. Others may be 0, as the experts of a dense model are in some files.
+NEEDED = frozenset(("vocab_size", "hidden_size", "num_hidden_layers", "n_embd", "n_layer", "d_model"))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -54,23 +44,21 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{_FROM_FILE}: {path} cannot be read: {error.strerror or error}.") from error
+        raise ValueError(f"{CALL}: {path} cannot be read: {error.strerror or error}.") from error
     try:
-        values = json.loads(content, parse_constant=_no_constant, object_pairs_hook=_once)
+        values = json.loads(content, object_pairs_hook=_once)  # Infinity and NaN too, as transformers writes them
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{_FROM_FILE}: {path} is not JSON: {error}. A Hugging Face config.json is needed.") from error
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ValueError(f"{CALL}: {path} is not JSON: {error}. A Hugging Face config.json is needed.") from error
+    named = isinstance(values, dict) and (isinstance(values.get("model_type"), str) or values.get("architectures"))
+    if not named:
         got = f"keys {', '.join(list(values)[:6]) or 'none'}" if isinstance(values, dict) else type(values).__name__
         raise ValueError(
-            f'{_FROM_FILE}: {path} does not say its model_type, as in {{"model_type": "llama", ...}}; got {got}. '
+            f'{CALL}: {path} does not say its model_type, as in {{"model_type": "llama", ...}}; got {got}. '
             f"A Hugging Face config.json is needed."
         )
-    sound(values, str(path))
-    return values
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    found: dict[str, Any] = values
+    bounded(found, str(path))
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,37 +68,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def sound(values: Mapping[str, Any], where: str, *, heads: bool = False) -> None:
-    """Refuse sizes that no model has: no positive integers, or that do not fit together.
-
-    ``heads`` says that heads share out the width, as they do unless an architecture gives them one of their own.
-    """
+def bounded(values: Mapping[str, Any], where: str) -> None:
+    """Refuse sizes that no model has, before anything is made of them: negative, far too large, or no numbers."""
     for key, value in _sizes(values):
-        most = LAYERS if "layer" in key else EXPERTS if "experts" in key else LARGEST
+        name = key.rpartition(".")[2]
+        most = LAYERS if "layer" in name else EXPERTS if "experts" in name else LARGEST
+        least = 1 if name in NEEDED else 0
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, bool) or not isinstance(each, int) or not 1 <= each <= most:
+            if each is None or isinstance(each, dict) or (isinstance(each, float) and least <= each <= most):
+                continue  # of floats transformers says what it takes
+            if isinstance(each, (bool, str)) or not isinstance(each, int) or not least <= each <= most:
                 raise ValueError(
-                    f"{_FROM_FILE}: {key} is a positive integer, at most {most:,}; {where} has {each!r}. Correct it."
+                    f"{CALL}: {key} is a positive integer, at most {most:,}; {where} has {each!r}. Correct it."
                 )
-    for width, number in _HEADS if heads else ():
-        wide, many = values.get(width), values.get(number)
-        if isinstance(wide, int) and isinstance(many, int) and wide % many and values.get("head_dim") is None:
-            raise ValueError(
-                f"{_FROM_FILE}: {width} is shared out to {number}; {where} has {wide:,} for {many:,} heads, which "
-                f"leaves {wide % many:,}. Correct one of them."
-            )
-    many, fewer = values.get("num_attention_heads"), values.get("num_key_value_heads")
-    if isinstance(many, int) and isinstance(fewer, int) and many % fewer:
-        raise ValueError(
-            f"{_FROM_FILE}: num_attention_heads is a multiple of num_key_value_heads, as each of these serves equally "
-            f"many of those; {where} has {many:,} and {fewer:,}. Correct one of them."
-        )
-    some, chosen = values.get("num_local_experts") or values.get("num_experts"), values.get("num_experts_per_tok")
-    if isinstance(some, int) and isinstance(chosen, int) and chosen > some:
-        raise ValueError(
-            f"{_FROM_FILE}: num_experts_per_tok is at most the number of experts; {where} has {chosen:,} of {some:,}. "
-            f"Correct one of them."
-        )
 
 
 def _sizes(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
@@ -121,23 +91,71 @@ def _sizes(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, A
             yield f"{within}{key}", value
 
 
-def known_keys(values: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Refuse a key that neither the architecture nor the format knows: it would have no effect, meant as it was."""
-    for key in values:
-        if key in known or key in HARMLESS or key.startswith("_"):
-            continue
-        near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)
-        raise ValueError(
-            f"{_FROM_FILE}: {where} has the key {key!r}, which model_type {values['model_type']!r} does not know, so "
-            f"it would change nothing. {f'Is {near[0]!r} meant? ' if near else ''}Correct it, or remove it."
-        )
-
-
-def unknown_type(kind: str, known: Collection[str], where: str) -> ValueError:
-    """The error for an architecture that is not known."""
-    near = difflib.get_close_matches(kind, sorted(known), n=3, cutoff=0.6)
-    meant = f"Is {' or '.join(map(repr, near))} meant? " if near else ""
+def refused(values: Mapping[str, Any], where: str, name: str, error: Exception) -> ValueError:
+    """The error for values that transformers makes no ``name`` of: the rule that they break, if it is a known one."""
+    if (rule := broken_rule(values, where)) is not None:
+        return ValueError(rule)
+    reason = " ".join(str(error).split())[:300].rstrip(".")
     return ValueError(
-        f"{_FROM_FILE}: {where} is of model_type {kind!r}, which transformers does not know, and code that comes with "
+        f"{CALL}: {where} describes no {name} that can be made: {type(error).__name__}: {reason}. Correct that in it."
+    )
+
+
+def broken_rule(values: Mapping[str, Any], where: str) -> str | None:
+    """Which of the rules that hold for nearly all architectures these values break, if one: why it may have failed."""
+    found = next((found for rule in (_heads, _groups, _experts) if (found := rule(values, where))), None)
+    return None if found is None else f"{CALL}: {found}"
+
+
+def _heads(values: Mapping[str, Any], where: str) -> str | None:
+    for width, number in _HEADS:
+        wide, many = values.get(width), values.get(number)
+        if isinstance(wide, int) and isinstance(many, int) and many and wide % many and values.get("head_dim") is None:
+            return (
+                f"{width} is divided among {number}; {where} has {wide:,} for {many:,} heads, which leaves "
+                f"{wide % many:,}. Correct one of them."
+            )
+    return None
+
+
+def _groups(values: Mapping[str, Any], where: str) -> str | None:
+    many, fewer = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(many, int) and isinstance(fewer, int) and fewer and many % fewer:
+        return (
+            f"num_attention_heads is a multiple of num_key_value_heads, as each of these serves equally many of those; "
+            f"{where} has {many:,} and {fewer:,}. Correct one of them."
+        )
+    return None
+
+
+def _experts(values: Mapping[str, Any], where: str) -> str | None:
+    some, chosen = values.get("num_local_experts") or values.get("num_experts"), values.get("num_experts_per_tok")
+    if isinstance(some, int) and isinstance(chosen, int) and chosen > some:
+        return (
+            f"num_experts_per_tok is at most the number of experts; {where} has {chosen:,} of {some:,}. Correct one of "
+            f"them."
+        )
+    return None
+
+
+def misspelt(values: Mapping[str, Any], known: Collection[str], where: str) -> list[str]:
+    """A note for each key that the type does not declare and that is nearly the name of one that it does."""
+    notes = []
+    for key in values:
+        if key in known or key.startswith("_"):
+            continue
+        near = difflib.get_close_matches(key, sorted(set(known) - set(values)), n=1, cutoff=0.9)
+        if near:
+            notes.append(f"{where} has the key {key!r}; if {near[0]!r} is meant, correct it")
+    return notes
+
+
+def unknown_type(kind: object, known: Collection[str], where: str, asked: Sequence[str]) -> ValueError:
+    """The error for an architecture that is not known."""
+    near = difflib.get_close_matches(str(kind), sorted(known), n=3, cutoff=0.6)
+    meant = f"Is {' or '.join(map(repr, near))} meant? " if near else ""
+    named = f" ({', '.join(asked)})" if asked else ""
+    return ValueError(
+        f"{CALL}: {where} is of model_type {kind!r}{named}, which transformers does not know, and code that comes with "
         f"a model is not run. {meant}Use a known architecture, or pass a Python path, package.module:factory."
     )

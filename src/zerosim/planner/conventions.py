@@ -8,11 +8,13 @@ convention answers with ``Options`` and with what is held beside the model state
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from zerosim.bands import PRECISIONS, WIRES, Band, DType
 from zerosim.options import Options, Padding
+from zerosim.planner import recipes
+from zerosim.planner.recipes import RECIPES
 from zerosim.schemes import SCHEMES, Stage
 from zerosim.util.arguments import one_of
 
@@ -69,7 +71,7 @@ class Convention:
 
     def rows(self, precision: str | None = None) -> tuple[Stage, ...]:
         """The built-in rows that the system has, those left out that cannot use ``precision`` (its own by default)."""
-        everywhere = PRECISIONS[precision or self.precision].everywhere
+        everywhere = RECIPES[precision or self.precision].everywhere
         return tuple(row for row in SCHEMES if sharded(row) in self.rules and (everywhere or row.params))
 
     def of(self, row: Stage) -> Rules:
@@ -90,13 +92,13 @@ class Convention:
         """
         rules = self.of(row)
         name = self.precision if precision is None else precision
-        one_of("plan", "precision", name, PRECISIONS)
-        recipe = PRECISIONS[name]
+        one_of("plan", "precision", name, RECIPES)
+        recipe = RECIPES[name]
         grads, working = wire_name(recipe.grads or recipe.working), wire_name(recipe.working)
-        return Options(
-            precision=name, wire=grads, wire_params=None if working == grads else working,
-            padding=rules.padding, all_reduce=rules.all_reduce, prefetch=rules.prefetch,
-        )  # fmt: skip
+        base = Options(padding=rules.padding, all_reduce=rules.all_reduce, prefetch=rules.prefetch)
+        return replace(
+            recipes.options(base, name, "adam"), wire=grads, wire_params=None if working == grads else working
+        )
 
     def beside(self, row: Stage, elements: int | None = None) -> dict[Band, int]:
         """What a rank holds from the start beside the model states: elements by band, in the band's own dtype.

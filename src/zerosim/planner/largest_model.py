@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from zerosim.planner import search
+from zerosim.planner.config_source import ConfigSource
 from zerosim.planner.model_source import ModelSource, Perceptron
 from zerosim.planner.runner import Runner
 from zerosim.records.plan import LargestModel, LargestModels, Plan, Question
@@ -39,10 +40,8 @@ def _mlp(k: int) -> tuple[str, ModelSource]:
 
 
 def _decoder(k: int, **values: Any) -> tuple[str, ModelSource]:
-    from zerosim.planner import hf_models
-
     shape = f"{k} layers of width {WIDTH * k:,}"
-    return shape, hf_models.from_values(values, f"a decoder of {shape}")
+    return shape, ConfigSource(values, f"a decoder of {shape}", f"a decoder of {shape}")
 
 
 def _gpt(k: int) -> tuple[str, ModelSource]:

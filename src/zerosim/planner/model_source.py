@@ -1,12 +1,12 @@
-"""What a plan takes a model from: something that is made ready for any load.
+"""What a plan takes a model from: something that is prepared for any workload.
 
 Owns what a source is, and the one that needs no framework, the perceptron. Must not know how
-sources are named, nor stages, N or cards.
+sources are named, nor schemes, N or cards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,42 +15,71 @@ from zerosim.layers import Model
 from zerosim.model import MLP
 from zerosim.worlds.dry import Shapes
 
+Inputs = Callable[[int, int | None], Any]
+"""What a module is called with, for so many rows of such a length."""
+
 MOST_PARAMETERS = 10**15  # a thousand trillion; what is counted of it stays below 2**63
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of a model in a step: rows, length of a row, what is recomputed, and the working copy's dtype."""
+    """What is asked of a model in a step: rows, length of a row, what is recomputed, and the working copy's dtype.
+
+    ``tried``: a size that is tried in a search, for which measuring anew may be spared. ``loss`` and ``kv``
+    say how the loss and attention's keys and values are computed (``Question``); ``copies`` whether each unit keeps
+    a 16-bit copy of the parameters that it reads, as under torch.autocast.
+    """
 
     rows: int
     sequence: int | None
     checkpoint: str
     working: DType
+    tried: bool = False
+    loss: str = "fp32"
+    kv: str = "grouped"
+    copies: bool = False
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model of the dry world with a micro-batch to train on, and options that its scheme needs."""
+    """A model of the dry world with a batch to train on, and options that its scheme needs.
+
+    ``largest_module`` is the parameters of the largest single module, 0 if that is not known; ``states_alone``
+    whether what the model keeps and computes is unknown, so that a run shows its model states alone.
+    """
 
     model: Model
     batch: Any
     options: dict[str, Any] = field(default_factory=dict)
     largest_module: int = 0
-    """Parameters of the largest single module, if that is known; 0 if not."""
+    states_alone: bool = False
 
 
 @runtime_checkable
 class ModelSource(Protocol):
-    """A model that can be made ready for any load."""
+    """A model that can be prepared for any workload."""
 
-    kind: str
-    name: str
-    sequence: int | None
-    """The length of a row unless told otherwise; None where rows have no length."""
-    notes: list[str]
+    @property
+    def kind(self) -> str:
+        """What kind of thing names it."""
+        ...
 
-    def prepare(self, load: Workload, rows: int) -> Prepared:
-        """The model for micro-batches of ``load``, and a batch of ``rows`` rows in all. ValueError if it cannot be."""
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def sequence(self) -> int | None:
+        """The length of a row unless told otherwise; None where rows have no length."""
+        ...
+
+    def notes_for(self, sequence: int | None) -> list[str]:
+        """What is to be said about it, for rows of that length."""
+        ...
+
+    def prepare(self, workload: Workload, rows: int) -> Prepared:
+        """The model for micro-batches of ``workload``, and a batch of ``rows`` rows in all; or ValueError."""
         ...
 
 
@@ -58,26 +87,32 @@ class Perceptron:
     """A multi-layer perceptron of the given widths, whose rows have no length."""
 
     kind = "list of layer sizes"
+    sequence: int | None = None
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = list(widths)
-        self.sequence: int | None = None
         self.name = f"MLP {'-'.join(map(str, widths)) if len(widths) < 9 else f'of {len(widths) - 1} layers'}"
-        self.notes = ["activations are fp32, whatever the precision of the parameters"]
         self._model = Shapes(MLP(self.widths))
         too_large(self._model.n_params)
 
-    def prepare(self, load: Workload, rows: int) -> Prepared:
-        if load.sequence is not None:
+    def notes_for(self, sequence: int | None) -> list[str]:
+        return ["activations are fp32, whatever the precision of the parameters"]
+
+    def prepare(self, workload: Workload, rows: int) -> Prepared:
+        if workload.sequence is not None:
             raise ValueError(
                 "plan(seq): a list of layer sizes has rows, and no sequences. Leave --seq out and use --micro-batch."
             )
-        if load.checkpoint == "selective":
+        if (workload.loss, workload.kv) != ("fp32", "grouped"):
+            raise ValueError(
+                "plan(loss): --loss and --kv are for language models; a list of layer sizes is none. Leave them out."
+            )
+        if workload.checkpoint == "selective":
             raise ValueError(
                 "plan(checkpoint): 'selective' recomputes attention, and a list of layer sizes has none. Use 'full' "
                 "or 'none'."
             )
-        return Prepared(self._model, self._model.batch(rows), {"checkpoint": load.checkpoint == "full"})
+        return Prepared(self._model, self._model.batch(rows), {"checkpoint": workload.checkpoint == "full"})
 
 
 def too_large(params: int) -> None:

@@ -1,60 +1,78 @@
-"""MODEL, as it is typed: a list of layer sizes, a configuration file, or a Python path.
+"""MODEL, as it is typed: a list of layer sizes, a configuration file, a name, or a Python path.
 
-Owns which of them it is. What needs torch is loaded only for a model that does.
+Owns which of them it is. What needs torch is loaded only where something has to be measured.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
-from zerosim.planner import config_file
+from zerosim.planner import config_file, known_models
+from zerosim.planner.config_source import ConfigSource, require
 from zerosim.planner.model_source import ModelSource, Perceptron
+from zerosim.records.plan import Finetuning
 
 MOST_LAYERS = 10_000
 FORMS = (
-    "MODEL is a list of layer sizes as in 4096,16384,4096; a Hugging Face config.json, or the folder that has one; or "
-    "a Python path as in package.module:factory"
+    "MODEL is a list of layer sizes as in 4096,16384,4096; a Hugging Face config.json, or the folder that has one; a "
+    "model's name as in meta-llama/Llama-3.1-8B; or a Python path as in package.module:factory"
 )
 _NUMBERS = re.compile(r"[\s\d,.+xX_-]+")
 _PYTHON = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def read(text: str) -> ModelSource:
-    """The source that MODEL names.
+def read(text: str, finetuning: Finetuning | None = None) -> ModelSource:
+    """The source that MODEL names; of a configuration, with that of it trained.
 
     ValueError, with what would work, if it is none or cannot be read; ModuleNotFoundError without the
     extra that it needs.
     """
     path = Path(text)
     if _NUMBERS.fullmatch(text) and not path.exists():
+        _plain(finetuning, "a list of layer sizes")
         return Perceptron(_widths(text))
     if _PYTHON.fullmatch(text) and not path.exists():
-        _require("torch", extra="torch")
+        _plain(finetuning, "a Python path")
+        require("torch", extra="torch")
         from zerosim.planner import python_path
 
         return python_path.from_python(text)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
+        return _named(text, path, finetuning)
+    return ConfigSource(config_file.read(path), str(path), _label(path), finetuning)
+
+
+def _named(text: str, path: Path, finetuning: Finetuning | None) -> ModelSource:
+    """The model of that name: one that is known here, or one of the hub's."""
+    if (known := known_models.find(text)) is not None:
+        return ConfigSource(known.config, known.name, known.name, finetuning, notes=(f"its figures: {known.source}",))
+    if _HUB.fullmatch(text) and (found := known_models.from_hub(text)) is not None:
+        return ConfigSource(config_file.read(found), text, text, finetuning)
+    names = known_models.names()
+    near = difflib.get_close_matches(text.lower(), [name.lower() for name in names], n=2, cutoff=0.6)
+    meant = " Is " + " or ".join(name for name in names if name.lower() in near) + " meant?" if near else ""
+    raise ValueError(
+        f"plan(MODEL): there is no {path}, and no model of that name is known here, in the hub's cache, or online."
+        f"{meant} {FORMS}."
+    )
+
+
+def _label(path: Path) -> str:
+    """The name of the file, or of the folder that it is in where it has the name that they all have."""
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def _plain(finetuning: Finetuning | None, what: str) -> None:
+    """Refuse what only a configuration can be given."""
+    if finetuning is not None and finetuning != Finetuning():
         raise ValueError(
-            f"plan(MODEL): there is no {path}. {FORMS}. Nothing is fetched from a network: for a model's name on a "
-            f"hub, fetch its config.json first."
-        )
-    values = config_file.read(path)
-    _require("torch", "transformers", extra="plan")
-    from zerosim.planner import hf_models
-
-    return hf_models.from_values(values, str(path))
-
-
-def _require(*packages: str, extra: str) -> None:
-    absent = [package for package in packages if find_spec(package) is None]
-    if absent:
-        raise ModuleNotFoundError(
-            f"plan(MODEL): this model takes {' and '.join(absent)}. Install zerosim[{extra}], or pass a list of layer "
-            f"sizes."
+            f"plan(lora): --lora and --other-parts are for a config.json or a model's name; {what} says itself what is "
+            f"trained (requires_grad). Leave them out."
         )
 
 

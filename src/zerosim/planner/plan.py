@@ -19,6 +19,7 @@ from zerosim.bands import Band
 from zerosim.layers import Role
 from zerosim.planner import cluster as hardware
 from zerosim.planner import search
+from zerosim.planner.batch_sizes import MOST_ROWS
 from zerosim.planner.cards import Card
 from zerosim.planner.estimators import Facts, estimates
 from zerosim.planner.model_source import ModelSource, too_large
@@ -41,7 +42,6 @@ from zerosim.records.plan import (
 from zerosim.stages import Stage
 
 MOST_RANKS = 4096  # a smallest N is searched for up to here
-MOST_ROWS = 65_536  # and a largest micro-batch up to here
 
 Advance = Callable[[str], None]
 
@@ -58,7 +58,7 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
     for ranks in question.asked:
         beyond(ranks, model.params)
     # What is shown beside what was asked for is left out where it makes no sense.
-    question = msgspec.structs.replace(question, gpus=[ranks for ranks in question.gpus if ranks <= model.params])
+    question = msgspec.structs.replace(question, gpus=_sensible(question, model.params))
     runner = Runner(source, question)
     advance("the model")
     chosen, cluster = hardware.cluster(question, runner.working(question.rows[0]))
@@ -69,7 +69,7 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
             advance(f"{row.name}, N = {ranks:,}")
     smallest: list[SmallestRanks] = []
     largest: list[LargestBatch] = []
-    if question.memory is not None:
+    if question.memory is not None and not runner.prepare(question.rows[0]).states_alone:
         limit = min(MOST_RANKS, model.params)
         for row in question.rows:
             fit = [cell.ranks for cell in cells if cell.row == row and cell.fits]
@@ -80,14 +80,14 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
                 largest.append(_largest(runner, row, ranks, question.memory))
                 advance(f"largest micro-batch under {row.name}")
     no_fit = None
-    if question.memory is not None and all(each.ranks is None for each in smallest):
+    if question.memory is not None and smallest and all(each.ranks is None for each in smallest):
         no_fit = _no_fit(runner, min(MOST_RANKS, model.params), question.memory)
     return Plan(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"zerosim": version("zerosim"), "python": platform.python_version()},
         question=question,
-        precision=runner.options(question.rows[0]).precision,
+        precision=runner.precision,
         model=model,
         cluster=cluster,
         cells=cells,
@@ -100,6 +100,16 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
         why=list(runner.convention.why),
         left_out=list(runner.convention.left_out),
     )
+
+
+def _sensible(question: Question, params: int) -> list[int]:
+    """Of the numbers of GPUs that are shown those that were asked for, or that can divide parameters and batch."""
+    batch, rows = question.global_batch, question.micro_batch
+    return [
+        ranks
+        for ranks in question.gpus
+        if ranks in question.asked or (ranks <= params and (batch is None or batch % (ranks * rows) == 0))
+    ]
 
 
 def _model(runner: Runner) -> ModelRecord:
@@ -128,7 +138,7 @@ def _model(runner: Runner) -> ModelRecord:
         buffers=by_role[Role.BUFFER],
         units=units,
         sequence=runner.question.sequence or source.sequence,
-        notes=source.notes,
+        notes=[*runner.question.notes, *source.notes_for(runner.question.sequence or source.sequence)],
     )
 
 
@@ -141,6 +151,8 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         room = question.memory - ran.peak.total
         shortage = runner.shortage(row, ranks, question.memory)
         assert (shortage is None) == (room >= 0), "a card holds what its peak does not pass"
+        if room >= 0 and runner.prepare(row).states_alone:
+            room = None  # of what a step adds nothing is known
     return Cell(
         row=row,
         ranks=ranks,
@@ -150,29 +162,36 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         flops=ran.flops,
         room=room,
         shortage=shortage,
-        time=hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch),
+        time=None
+        if runner.prepare(row).states_alone
+        else hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch),
     )
 
 
 def _smallest(runner: Runner, row: Stage, memory: int, limit: int, fit: list[int]) -> SmallestRanks:
-    """Under data parallel one card is like any number of them, but for the ring's blocks and its padding.
+    """Where nothing is sharded one card is like any number of them, but for the ring's blocks and its padding.
 
     ``fit`` are numbers that it is known to fit on: where rows are padded to N, more GPUs may take more, and
-    a search that doubles N would pass by what the table shows.
+    a search that doubles N would pass by what the table shows. What has no room for the states has none for a step.
     """
     most = limit if row.optimizer else 1
-    found = search.smallest(lambda ranks: runner.fits(row, ranks, memory), most)
+    states = search.smallest(lambda ranks: runner.holds_states(row, ranks, memory), most)
+    found = None
+    if states is not None:
+        found = search.smallest(lambda ranks: runner.fits(row, ranks, memory), most, least=states)
     return SmallestRanks(
-        row=row,
-        ranks=min([*fit, *([] if found is None else [found])], default=None),
-        states_alone=search.smallest(lambda ranks: runner.holds_states(row, ranks, memory), most),
-        limit=most,
+        row=row, ranks=min([*fit, *([] if found is None else [found])], default=None), states_alone=states, limit=most
     )
 
 
 def _largest(runner: Runner, row: Stage, ranks: int, memory: int) -> LargestBatch:
+    """The search begins where the peak would be the card's if all that a step adds to what is at rest grew with it."""
+    asked = runner.question.micro_batch
+    run = runner.run(row, ranks)
+    rest = sum(run.resident.values())
+    guess = asked * (memory - rest) // max(1, run.peak.total - rest)
     found = search.largest(
-        lambda rows: runner.fits(row, ranks, memory, rows), MOST_ROWS, first=runner.question.micro_batch
+        lambda rows: runner.fits(row, ranks, memory, rows), MOST_ROWS, first=max(1, min(guess, MOST_ROWS))
     )
     return LargestBatch(row=row, ranks=ranks, micro_batch=found, at_least=found == MOST_ROWS)
 

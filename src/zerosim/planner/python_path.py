@@ -1,24 +1,31 @@
-"""Models that torch describes: measured on the meta device, anew for every micro-batch and length of row.
+"""Models that a Python path names: a module, measured on the meta device for every micro-batch and length of row.
 
 Owns the source of a torch module, and the reading of a Python path. The code behind a path is
-run because the caller has named it; nothing else is. Must not know stages, N or cards.
+run because the caller has named it; nothing else is. Must not know schemes, N or cards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from zerosim.bands import FP32
 from zerosim.model import MLP
-from zerosim.planner.model_source import ModelSource, Perceptron, Prepared, Workload, too_large
-from zerosim.torch_models.profile import cross_entropy, measure
-from zerosim.worlds.shapes import ShapeModel
+from zerosim.planner.batch_sizes import BatchSizes, compact
+from zerosim.planner.model_source import Inputs, ModelSource, Perceptron, Prepared, Workload, too_large
+from zerosim.torch_models.losses import cross_entropy
+from zerosim.torch_models.profile import measure
+from zerosim.torch_models.units import blocks
+from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
-SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many
+SEQUENCE = 2048  # the length of a row unless told otherwise
 KEYS = {
     "module": "the torch.nn.Module",
     "inputs": "a function of rows and sequence that gives what the module is called with",
@@ -30,61 +37,65 @@ KEYS = {
 
 HINT = "It was called with token numbers [rows, sequence]; if it takes others, return a mapping with inputs."
 
-Inputs = Callable[[int, int | None], Any]
-
 
 class TorchModelSource:
     """A module on the meta device. ``inputs`` and ``target`` are functions of rows and length of a row."""
 
+    kind = "Python path"
+
     def __init__(
         self,
-        kind: str,
         name: str,
         module: torch.nn.Module,
         inputs: Inputs,
         wrap: Any,
         *,
         sequence: int | None,
-        most: int | None = None,
         loss: Callable[[Any, Any], Any] = cross_entropy,
         target: Inputs | None = None,
         notes: Sequence[str] = (),
         hint: str = "",
     ) -> None:
-        self.kind, self.name, self.sequence, self.notes = kind, name, sequence, list(notes)
-        self._module, self._inputs, self._wrap, self._most = module, inputs, wrap, most
+        self.name, self.sequence, self._notes = name, sequence, list(notes)
+        self._module, self._inputs, self._wrap = module, inputs, wrap
         self._loss, self._target, self._hint = loss, target, hint
+        self._sizes: dict[tuple[int | None, str, str], BatchSizes] = {}
         too_large(sum(parameter.numel() for parameter in module.parameters()))
 
-    def prepare(self, load: Workload, rows: int) -> Prepared:
-        sequence = load.sequence or self.sequence
-        if load.sequence is not None and self.sequence is None:
+    def notes_for(self, sequence: int | None) -> list[str]:
+        return self._notes
+
+    def prepare(self, workload: Workload, rows: int) -> Prepared:
+        sequence = workload.sequence or self.sequence
+        if workload.sequence is not None and self.sequence is None:
             raise ValueError("plan(seq): rows of this model have no length. Leave --seq out and use --micro-batch.")
-        if sequence is not None and self._most is not None and sequence > self._most:
+        if (workload.loss, workload.kv) != ("fp32", "grouped"):
             raise ValueError(
-                f"plan(seq): {self.name} has positions for at most {self._most:,} tokens a row; got {sequence:,}."
+                "plan(loss): --loss and --kv are for a config.json or a model's name; a Python path says itself what "
+                "its loss is and how it attends. Leave them out."
             )
-        inputs = self._example("inputs", self._inputs, load.rows, sequence)
-        target = None if self._target is None else self._example("target", self._target, load.rows, sequence)
-        compute = "fp32" if load.working == FP32 else "bf16"  # as many bytes as fp16, which some kernels do not take
+        compute = "fp32" if workload.working == FP32 else "bf16"  # as many bytes as fp16, which some kernels lack
+        key = sequence, workload.checkpoint, compute
+        if key not in self._sizes:
+            self._sizes[key] = BatchSizes(partial(self._measure, *key))
+        shapes = self._sizes[key].tried(workload.rows) if workload.tried else self._sizes[key].at(workload.rows)
+        model = ShapeModel(compact(shapes, copies=workload.copies), temporaries=True)
+        return Prepared(model, model.batch(rows // workload.rows), largest_module=_largest(self._module))
+
+    def _measure(self, sequence: int | None, checkpoint: str, compute: str, rows: int) -> ModelShapes:
+        inputs = self._example("inputs", self._inputs, rows, sequence)
+        target = None if self._target is None else self._example("target", self._target, rows, sequence)
         try:
-            shapes = measure(
-                self._module,
-                inputs,
-                self._wrap,
-                compute=compute,
-                checkpoint=load.checkpoint,
-                loss=self._loss,
-                target=target,
-            )
+            with _rows_apart():
+                return measure(
+                    self._module, inputs, self._wrap, compute=compute, checkpoint=checkpoint,
+                    loss=self._loss, target=target,
+                )  # fmt: skip
         except Exception as error:  # it is the model's own code that runs, and its errors are of any kind
             known = isinstance(error, ValueError)
             reason = str(error) if known else f"plan(MODEL): {self.name} failed: {type(error).__name__}: {error}"
-            reason = f"{reason.rstrip('.')}."
             hint = "Some kernels take 16 bits only: try --precision bf16." if compute == "fp32" else ""
-            raise ValueError(" ".join(filter(None, (reason, self._hint, hint)))) from error
-        model = ShapeModel(shapes, temporaries=True)
-        return Prepared(model, model.batch(rows // load.rows), largest_module=_largest(self._module))
+            raise ValueError(" ".join(filter(None, (f"{reason.rstrip('.')}.", self._hint, hint)))) from error
 
     def _example(self, key: str, make: Inputs, rows: int, sequence: int | None) -> Any:
         """What the caller's own function gives."""
@@ -97,6 +108,18 @@ class TorchModelSource:
             ) from error
 
 
+@contextlib.contextmanager
+def _rows_apart() -> Iterator[None]:
+    """Where the caller's code has loaded transformers: as a configuration's model is run."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from zerosim.planner import hf_models
+
+    with hf_models.unpacked():
+        yield
+
+
 def _largest(module: torch.nn.Module) -> int:
     """Parameters that the largest single module has itself."""
     return max(int(sum(own.numel() for own in each.parameters(recurse=False))) for each in module.modules())
@@ -105,6 +128,18 @@ def _largest(module: torch.nn.Module) -> int:
 def tokens(rows: int, sequence: int | None) -> torch.Tensor:
     """Token numbers [rows, sequence], without values."""
     return torch.empty((rows, sequence or 1), dtype=torch.int64, device="meta")
+
+
+def _called(module: torch.nn.Module) -> Inputs:
+    """Token numbers; to a Hugging Face model by name, and without the cache that only generating needs."""
+    if not hasattr(module, "config"):
+        return tokens
+    names = inspect.signature(module.forward).parameters
+    every = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    if "input_ids" not in names and not every:
+        return tokens
+    without = {"use_cache": False} if "use_cache" in names or every else {}
+    return lambda rows, sequence: {"input_ids": tokens(rows, sequence), **without}
 
 
 def from_python(text: str) -> ModelSource:
@@ -158,20 +193,12 @@ def _source(made: Any, text: str) -> ModelSource:
             raise ValueError(f"plan(MODEL): the {key} of {text}() must be {KEYS[key]}; got {parts[key]!r}.")
     options = {key: parts[key] for key in ("loss", "target") if parts.get(key) is not None}
     return TorchModelSource(
-        "Python path",
         f"{text} ({type(module).__name__})",
         module,
-        parts.get("inputs") or tokens,
+        parts.get("inputs") or _called(module),
         parts["wrap"] if parts.get("wrap") is not None else blocks(module),
         sequence=sequence,
         notes=[] if parts.get("inputs") else ["called with token numbers [rows, sequence]"],
         hint="" if parts.get("inputs") else HINT,
         **options,
     )
-
-
-def blocks(module: torch.nn.Module) -> tuple[type[torch.nn.Module], ...]:
-    """The rule where none is given: the classes of what stands in a ModuleList, or else of the module's own parts."""
-    listed = [child for each in module.modules() if isinstance(each, torch.nn.ModuleList) for child in each]
-    parts = [each for each in listed or module.children() if next(each.parameters(), None) is not None]
-    return tuple(dict.fromkeys(type(each) for each in parts)) or (type(module),)

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from zerosim.bands import PRECISIONS, WIRES, DType
+from zerosim.bands import WIRES, DType
+from zerosim.planner.recipes import RECIPES
 from zerosim.records.plan import Question
 from zerosim.stages import DP, SCHEMES, Stage
 from zerosim.util import sizes
@@ -90,14 +91,14 @@ def rows(names: Sequence[str]) -> list[Stage]:
 
 def gradient(precision: str) -> DType:
     """The dtype of a precision's gradients."""
-    row = PRECISIONS[precision]
+    row = RECIPES[precision]
     return row.grads or row.working
 
 
 def check(question: Question) -> Question:
     """The question, once it is known to be sound; ValueError with what would work."""
     for name in ("precision", "wire", "wire_params"):
-        known = PRECISIONS if name == "precision" else WIRES
+        known = RECIPES if name == "precision" else WIRES
         value = getattr(question, name)
         if value is not None and value not in known:
             raise ValueError(f"plan({name}): one of {', '.join(known)}; got {value!r}.")
@@ -109,6 +110,7 @@ def check(question: Question) -> Question:
         value = getattr(question, name)
         if value is not None and value > most:
             raise ValueError(f"plan({name}): at most {most:,}; got {value:,}. Pass fewer.")
+    _divides(question)
     for name in ("efficiency", "peak", "within", "between", "hop_within", "hop_between"):
         value = getattr(question.network, name)
         if value is not None and not 0 < value < inf:
@@ -120,6 +122,28 @@ def check(question: Question) -> Question:
         return msgspec.convert(msgspec.to_builtins(question), Question)
     except msgspec.ValidationError as error:
         raise ValueError(f"plan: {error}.") from error
+
+
+def _divides(question: Question) -> None:
+    """Refuse numbers of GPUs among which a global batch can't be divided, naming them and what would do."""
+    batch, rows = question.global_batch, question.micro_batch
+    if batch is None:
+        return
+    if question.accumulate != 1:
+        raise ValueError(
+            f"plan(global_batch): it says how many micro-batches a step has, and so does accumulate; got {batch:,} and "
+            f"{question.accumulate:,}. Pass one of them."
+        )
+    wrong = [ranks for ranks in question.asked if batch % (ranks * rows)]
+    if wrong:
+        fit = [ranks for ranks in range(1, min(batch // rows, MOST_RANKS) + 1) if batch % (ranks * rows) == 0]
+        near = sorted(sorted(fit, key=lambda ranks: abs(ranks - wrong[0]))[:4])
+        fitting = ", ".join(map(str, near))
+        raise ValueError(
+            f"plan(global_batch): {batch:,} rows in micro-batches of {rows:,} cannot be divided among "
+            f"{', '.join(f'{ranks:,}' for ranks in wrong)} GPUs. "
+            f"{f'Use one of {fitting} GPUs' if near else f'Pass a multiple of {rows:,} rows'}."
+        )
 
 
 def beyond(ranks: int, params: int) -> None:

@@ -8,14 +8,13 @@ searched or shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zerosim.bands import Band, DType
-from zerosim.ledger import EventKind, Report
-from zerosim.optimizer import SGD, Adam
+from zerosim.counts import EventKind, Report
 from zerosim.options import Options
+from zerosim.planner import recipes
 from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.ranks import OutOfMemory
@@ -24,7 +23,6 @@ from zerosim.schemes import DP, Scheme, Stage
 from zerosim.worlds.dry import DryRing
 
 UNITS_NAMED = 5  # of a peak
-OPTIMIZERS: Mapping[str, Adam | SGD] = {"adam": Adam(), "sgd": SGD(momentum=0.0), "momentum": SGD(momentum=0.9)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,12 @@ class Runner:
         self._runs: dict[tuple[Stage, int, int], StepRun] = {}
         self._states: dict[tuple[Stage, int], int] = {}
 
-    def options(self, row: Stage) -> Options:
+    @property
+    def precision(self) -> str:
+        """The recipe's name: what was asked for, or the convention's own."""
+        return self.question.precision or self.convention.precision
+
+    def options(self, row: Stage, ranks: int = 1, micro_batch: int | None = None) -> Options:
         """What ``row`` runs with: the convention's options, and over them what was asked for."""
         question = self.question
         asked: dict[str, Any] = {
@@ -62,10 +65,9 @@ class Runner:
             asked.setdefault("wire_params", None)
         if question.bucket is not None and not self._beside(row):
             asked["bucket"] = question.bucket
-        return replace(
-            self.convention.options(row, question.precision), **asked,
-            accumulate=question.accumulate, optimizer=OPTIMIZERS[question.optimizer],
-        )  # fmt: skip
+        base = self.convention.options(row, question.precision)
+        chosen = recipes.options(base, self.precision, question.optimizer)
+        return replace(chosen, **asked, accumulate=question.micro_batches(ranks, micro_batch))
 
     def _beside(self, row: Stage) -> dict[Band, int]:
         """What the convention holds beside the states, elements by band; there a bucket's size is its own."""
@@ -74,25 +76,33 @@ class Runner:
 
     def working(self, row: Stage) -> DType:
         """The dtype that forward and backward read parameters in."""
-        return self.options(row).recipe.working
+        return recipes.computed_in(self.precision)
 
-    def prepare(self, row: Stage, micro_batch: int | None = None) -> Prepared:
+    def prepare(self, row: Stage, micro_batch: int | None = None, ranks: int = 1) -> Prepared:
         """The model and a batch of the question's micro-batches, or of micro-batches of another size."""
         rows = micro_batch or self.question.micro_batch
-        workload = Workload(rows, self.question.sequence, self.question.checkpoint, self.working(row))
-        key = workload, self.question.accumulate
+        question = self.question
+        workload = Workload(
+            rows, question.sequence, question.checkpoint, self.working(row), tried=rows != question.micro_batch,
+            loss=question.loss, kv=question.kv, copies=self.precision == "autocast",
+        )  # fmt: skip
+        times = question.micro_batches(ranks, micro_batch)
+        key = workload, times
         if key not in self._prepared:
-            self._prepared[key] = self.source.prepare(workload, rows * self.question.accumulate)
+            self._prepared[key] = self.source.prepare(workload, rows * times)
         return self._prepared[key]
 
     def start(self, row: Stage, ranks: int, capacity: int | None = None, micro_batch: int | None = None) -> Scheme:
         """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
-        prepared = self.prepare(row, micro_batch)
-        options = replace(self.options(row), capacity=capacity, **prepared.options)
+        prepared = self.prepare(row, micro_batch, ranks)
+        options = replace(self.options(row, ranks, micro_batch), capacity=capacity, **prepared.options)
         scheme = Scheme(row, prepared.model, ranks, options, ring=DryRing(ranks))
         if scheme.shard is not DP:  # with one rank nothing is reduced, and no bucket is there
             for band, elements in self._beside(row).items():
                 scheme.ranks.hold(band, (elements,), "bucket")
+        moments = scheme.ledger.held.get(Band.EXP_AVG, 0)  # of one byte each, where there are scales
+        if elements := recipes.scales(self.question.optimizer, moments):
+            scheme.ranks.hold(Band.SCALES, (elements,), "optimizer")
         return scheme
 
     def run(self, row: Stage, ranks: int, micro_batch: int | None = None) -> StepRun:
@@ -118,7 +128,7 @@ class Runner:
             return known
         try:
             scheme = self.start(row, ranks, capacity, micro_batch)
-            scheme.step(self.prepare(row, micro_batch).batch)
+            scheme.step(self.prepare(row, micro_batch, ranks).batch)
         except OutOfMemory as error:
             return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
         self._runs[key] = found = _step_run(scheme)

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zerosim.ledger import EventKind, Phase, Report
+from zerosim.counts import EventKind, Phase, Report
 from zerosim.planner.cards import Card
 
 

@@ -10,88 +10,109 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from zerosim.bands import FP32, PRECISIONS, Array, Band
+from zerosim.bands import Array, Band
 from zerosim.checks import compare as checks
-from zerosim.ledger import Phase
-from zerosim.optimizer import Adam
-from zerosim.real_ranks.cases import Case, model
-from zerosim.real_ranks.connection import Simulated, Stepped
-from zerosim.records.real_ranks import Flow, RankRecord, Run, Settings, StepTime
+from zerosim.counts import Phase
+from zerosim.real_ranks.cases import Case, States
+from zerosim.real_ranks.connection import Began, Stepped
+from zerosim.real_ranks.simulation import Expected
+from zerosim.records.real_ranks import (
+    BITS,
+    BYTES,
+    LOSSES,
+    MEMORY,
+    PROCESS,
+    SOCKETS,
+    START,
+    Flow,
+    RankRecord,
+    Run,
+    Settings,
+    StepTime,
+)
 from zerosim.records.results import Failure
 from zerosim.worlds import gloo
 
-BITS, LOSSES, BYTES, MEMORY = "bits", "losses", "bytes", "memory"
-CHECKS = (BITS, LOSSES, BYTES, MEMORY)
-PROCESS, SOCKETS = "process", "sockets"
+_UNNOTICED = 64 << 20  # bytes by which a process may grow in a step though no band did: libraries' own
 
 
 class RunComparison:
     """Compares a run step by step.
 
-    ``metered`` tells whether the backend's framing is known; without it the kernel's counts
-    prove nothing, and are left out. ``comparable`` tells whether sums are made in the ring's
-    order; if not, bits and losses are left out.
+    ``metered`` tells whether the backend's framing is known; without it the
+    kernel's counts prove nothing, and are left out. ``comparable`` tells whether sums are made in the ring's
+    order; if not, bits and losses are left out. ``elsewhere`` counts what the kernel saw that no rank's meter
+    covers.
     """
 
     def __init__(self, settings: Settings, case: Case, *, metered: bool, comparable: bool) -> None:
         self._settings, self._case, self._metered, self._comparable = settings, case, metered, comparable
-        self._units = [layer.name for layer in model(settings).layers]
-        precision = PRECISIONS[case.precision]
-        self._dtypes = {
-            band: dtype
-            for band, dtype in precision.dtypes(FP32).items()
-            if band in (*precision.states, *Adam.states) and band in checks.COMPARED
-        }
         self._told: list[list[Stepped]] = []
-        self._expected: list[Simulated] = []
-        self._compared = dict.fromkeys(map(str, self._dtypes), 0)
-        self._differing = dict.fromkeys(map(str, self._dtypes), 0)
+        self._expected: list[Expected] = []
+        self._compared: dict[str, int] = {}
+        self._differing: dict[str, int] = {}
+        self._memory: list[int] = []
         self.failures: list[Failure] = []
+        self.elsewhere: dict[str, int] = {}
 
-    def step(self, expected: Simulated, told: list[Stepped]) -> None:
+    def begin(self, expected: States, told: Sequence[Began], memory: Sequence[int]) -> None:
+        """Compare what each rank begins with; ``memory`` is that of its process by then."""
+        self._memory = list(memory)
+        for rank, each in enumerate(told):
+            self._compare_bits(START, rank, each.states, expected)
+
+    def step(self, expected: Expected, told: list[Stepped]) -> None:
         """Compare a step: what each rank told about it with what the simulator did."""
         self._told.append(told)
         self._expected.append(expected)
-        if self._comparable:
-            self._expect(LOSSES, -1, "mean loss", _mean_loss(told), expected.loss)
         for rank, each in enumerate(told):
             if self._comparable:
-                self._compare_bits(rank, each, expected)
+                self._expect(LOSSES, rank, "its loss", each.loss, expected.losses[rank])
+                self._compare_bits(BITS, rank, each.states, expected.states)
             self._compare_bytes(rank, each, expected)
             self._compare_memory(rank, each, expected)
+        for name in ("opened", "datagrams"):
+            seen = [getattr(each, name) for each in told]
+            if None not in seen:  # of one namespace all ranks tell the same, or nearly so
+                self.elsewhere[name] = self.elsewhere.get(name, 0) + max(seen)
 
     def _expect(self, check: str, rank: int, quantity: str, measured: object, expected: object) -> None:
         if measured != expected:
-            self.failures.append(
-                Failure(
-                    check=check, scheme=str(self._case), ranks=self._settings.ranks, step=len(self._told), rank=rank,
-                    quantity=quantity, measured=_words(measured), expected=_words(expected),
+            self._fail(check, rank, quantity, _words(measured), _words(expected))
+
+    def _fail(self, check: str, rank: int, quantity: str, measured: str, expected: str) -> None:
+        self.failures.append(
+            Failure(
+                check=check, scheme=str(self._case), ranks=self._settings.ranks, step=len(self._told), rank=rank,
+                quantity=quantity, measured=measured, expected=expected,
+            )
+        )  # fmt: skip
+
+    def _compare_bits(self, check: str, rank: int, told: Mapping[str, Mapping[str, bytes]], expected: States) -> None:
+        for band, wholes in expected.items():
+            for unit, whole in wholes.items():
+                self._compared[band] = self._compared.get(band, 0) + whole.shape[1]
+                differing = self._compare(
+                    check, rank, band, unit, np.frombuffer(told[band][unit], whole.dtype), whole[rank]
                 )
-            )  # fmt: skip
+                self._differing[band] = self._differing.get(band, 0) + differing
 
-    def _compare_bits(self, rank: int, told: Stepped, expected: Simulated) -> None:
-        for band, dtype in self._dtypes.items():
-            for unit, raw, whole in zip(self._units, told.states[band], expected.states[band], strict=True):
-                wanted = np.frombuffer(whole, dtype).reshape(self._settings.ranks, -1)[rank]
-                self._compared[band] += wanted.size
-                self._differing[band] += self._compare(rank, band, unit, np.frombuffer(raw, dtype), wanted)
-
-    def _compare(self, rank: int, band: Band, unit: str, real: Array, expected: Array) -> int:
+    def _compare(self, check: str, rank: int, band: Band, unit: str, real: Array, expected: Array) -> int:
         """How many elements differ in their bits."""
         if real.shape != expected.shape:
-            self._expect(BITS, rank, f"elements of {band} of {unit}", real.size, expected.size)
+            self._expect(check, rank, f"elements of {band} of {unit}", real.size, expected.size)
             return expected.size
         unequal = checks.bits(real) != checks.bits(expected)
         if unequal.any():
             at = int(np.argmax(unequal))
             self._expect(
-                BITS, rank, f"{band} of {unit}, {np.count_nonzero(unequal):,} elements, the first of them {at}",
+                check, rank, f"{band} of {unit}, {np.count_nonzero(unequal):,} elements, the first of them {at}",
                 f"{float(real[at])!r}, bits {checks.bits(real)[at]:#x}",
                 f"{float(expected[at])!r}, bits {checks.bits(expected)[at]:#x}",
             )  # fmt: skip
         return int(np.count_nonzero(unequal))
 
-    def _compare_bytes(self, rank: int, told: Stepped, expected: Simulated) -> None:
+    def _compare_bytes(self, rank: int, told: Stepped, expected: Expected) -> None:
         simulated = {(each.collective, each.band): each for each in expected.traffic[rank]}
         real = {(each.collective, each.band): each for each in told.traffic}
         for collective, band in dict.fromkeys([*simulated, *real]):
@@ -125,10 +146,17 @@ class RunComparison:
         return self._over_calls(told, gloo.moved)
 
     def _over_calls(self, told: Stepped, cost: Callable[[gloo.Call, int, int], gloo.Moved | None]) -> gloo.Moved:
-        each = ((cost(gloo.Call(call.op, call.nbytes), 0, self._settings.ranks), call.times) for call in told.handed)
+        each = ((cost(gloo.Call(call.op, call.nbytes), 0, call.size), call.times) for call in told.handed)
         return gloo.total(moved for moved, times in each if moved is not None for _ in range(times))
 
-    def _compare_memory(self, rank: int, told: Stepped, expected: Simulated) -> None:
+    def _compare_memory(self, rank: int, told: Stepped, expected: Expected) -> None:
+        before, self._memory[rank] = self._memory[rank], max(told.memory, self._memory[rank])
+        allowed = _UNNOTICED + 4 * sum(expected.peak.values())
+        if told.memory - before > allowed:
+            self._fail(
+                MEMORY, rank, "bytes by which its process grew in the step",
+                f"{told.memory - before:,}", f"{allowed:,} at most, by what is held",
+            )  # fmt: skip
         for what, real, wanted in (
             ("at rest", told.resident, expected.resident),
             ("at the peak", told.peak, expected.peak),
@@ -149,7 +177,7 @@ class RunComparison:
             compared=self._compared,
             differing=self._differing,
             losses=[_mean_loss(told) for told in self._told],
-            losses_simulated=[each.loss for each in self._expected],
+            losses_simulated=[float(np.mean(each.losses)) for each in self._expected],
             resident=last.resident if last else {},
             peak=last.peak if last else {},
             ranks=[self._rank(rank) for rank in range(self._settings.ranks)] if self._told else [],
@@ -164,7 +192,7 @@ class RunComparison:
             received=self._flow(rank, mine, "received", {SOCKETS: "tcp_received"}),
             resident=mine[-1].resident,
             peak=mine[-1].peak,
-            rss=mine[-1].rss,
+            memory=mine[-1].memory,
         )
 
     def _flow(self, rank: int, told: Sequence[Stepped], way: str, meters: Mapping[str, str]) -> Flow:

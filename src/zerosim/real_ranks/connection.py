@@ -1,38 +1,22 @@
-"""How a rank talks to whoever holds it to the simulator: messages over a socket, and a shared heartbeats.
+"""How a rank and whoever holds it to the simulator talk: the messages, over a socket.
 
-Owns the messages, their framing, and the heartbeats on which ranks of this machine leave their heartbeat.
-Nothing here writes to a file or to a socket that a meter watches: messages go through ``send``
-and ``recv``, which ``/proc/self/io`` does not count, and the heartbeats is memory.
+Owns the messages and their framing. Messages go through ``send`` and ``recv``, which ``/proc/self/io`` does not
+count: no meter of a rank sees them. (multiprocessing's connections write, and would show.) Every wait ends.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import socket
-import time
-from collections.abc import Sequence
-from typing import IO, TypeAlias
+import zlib
+from typing import TypeAlias
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from zerosim.records.real_ranks import Settings
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a rank: take part as ``rank`` of ``world``; it finds the others through the file ``store``."""
-
-    rank: int
-    world: int
-    settings: Settings
-    store: str
-    timeout: float
-
-
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a rank: who it believes to be, what it was asked for, and which code it runs.
+    """From a rank: who it believes to be, what it was asked for, and which code it runs on how many threads.
 
     ``unfit`` says why it cannot do that, if it cannot.
     """
@@ -42,15 +26,23 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     settings: Settings
     code: str
     versions: dict[str, str]
+    threads: dict[str, int]
     unfit: str
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a rank: it is connected, and what it found out about the backend and its meters."""
+    """From a rank: it is connected, and what it found out about the backend and its meters; its process's memory."""
 
     order: str
     unmeasured: dict[str, str]
     addresses: list[str]
+    memory: int
+
+
+class Began(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From a rank: the states with which it begins a run, as in ``Stepped``."""
+
+    states: dict[str, dict[str, bytes]]
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -62,10 +54,11 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Handed(msgspec.Struct, frozen=True, array_like=True):
-    """How often torch was given one operation on so many bytes."""
+    """How often torch was given one operation on so many bytes, over a ring of ``size``."""
 
     op: str
     nbytes: int
+    size: int
     times: int
 
 
@@ -83,37 +76,38 @@ class Booked(msgspec.Struct, frozen=True, array_like=True):
 class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From a rank: everything about the step that it has just done.
 
-    ``states`` are the raw bytes of each compared band, a bucket at a time. ``written``,
-    ``tcp_sent`` and ``tcp_received`` are what the kernel counted, None where it does not.
+    ``states`` are the raw bytes by band and bucket. ``written``,
+    ``tcp_sent`` and ``tcp_received`` are what the kernel counted, None where it does not;
+    ``opened`` and ``datagrams`` what all of its network namespace did; ``memory`` is the
+    process's largest resident set up to now.
     """
 
     loss: float
-    states: dict[str, list[bytes]]
+    states: dict[str, dict[str, bytes]]
     traffic: list[Booked]
     handed: list[Handed]
     written: int | None
     tcp_sent: int | None
     tcp_received: int | None
+    opened: int | None
+    datagrams: int | None
     resident: dict[str, int]
     peak: dict[str, int]
-    rss: int
+    memory: int
     seconds: dict[str, float]
 
 
-class Simulated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the simulator: the same step of all ranks. ``states`` are [N, ...] each; ``traffic`` is by rank."""
-
-    loss: float
-    states: dict[str, list[bytes]]
-    traffic: list[list[Booked]]
-    resident: dict[str, int]
-    peak: dict[str, int]
-
-
 class Trouble(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a rank: the error that ended its part."""
+    """From a rank: the error that ended its part, and whether it came while waiting for others."""
 
     text: str
+    waiting: bool
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From a rank that does something else than train: what it found, in a form of its own."""
+
+    data: bytes
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -123,60 +117,51 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: int
 
 
-class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a server, with descriptors of the heartbeats's file and one connection per rank: make ``size`` ranks.
+class Address(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From a rank to the process that has forked it: where the coordinator listens."""
 
-    Each calls ``function`` of ``module`` with its connection, the heartbeats and its rank. The folder
-    ``scratch`` is removed when the server's connection closes.
+    host: str
+    port: int
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From whoever watches a rank: how its process fares, and how far it has come.
+
+    ``how`` completes the sentence "rank r ..." once it has ended, or was stopped; ``asked`` if that was
+    asked of it. ``calls`` counts the step's operations up to the last one, ``op`` on ``nbytes``, for whose
+    end it is ``waiting`` or not; ``digest`` is of all of them. ``said`` are the last lines that it printed before
+    it ended.
     """
 
-    size: int
-    module: str
-    function: str
-    scratch: str
+    alive: bool = True
+    stopped: bool = False
+    asked: bool = False
+    how: str = ""
+    waiting: bool = False
+    calls: int = 0
+    op: str = ""
+    nbytes: int = 0
+    digest: int = 0
+    said: str = ""
 
 
-class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a server: end these ranks."""
-
-    pids: list[int]
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a server: what it was told is done, and these are the process ids of the ranks it was to make."""
-
-    pids: list[int]
+def digest_of(call: tuple[str, int], before: int = 0) -> int:
+    """A number that tells one sequence of operations from another, after one more than ``before`` is of."""
+    return zlib.crc32(f"{call[0]} {call[1]};".encode(), before)
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a server: a rank has ended, stopped or gone on; ``how`` completes the sentence "rank r ..."."""
-
-    pid: int
-    alive: bool
-    stopped: bool
-    how: str
-
-
-Message: TypeAlias = (
-    Job | Hello | Ready | Arrived | Go | Stepped | Simulated | Trouble | Bye | Fork | Kill | Done | Change
-)
+Message: TypeAlias = Hello | Ready | Began | Arrived | Go | Stepped | Trouble | Result | Bye | Address | Status
 """What travels over a connection."""
 _DECODER = msgspec.msgpack.Decoder(Message)
 _LENGTH = 8  # bytes of a message's length, in front of it
-
-
-MOST_DESCRIPTORS = 250  # the kernel takes 253 at a time
-
-
-def _framed(message: Message) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(_LENGTH, "big") + data
+_MOST = 1 << 40  # bytes of a message: whoever announces more is no rank
 
 
 class Connection:
-    """One end of a connected socket. EOFError where the other end is closed."""
+    """One end of a connected socket. EOFError where the other end is closed, TimeoutError after ``timeout`` seconds."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, timeout: float | None = None) -> None:
+        sock.settimeout(timeout)
         self._sock = sock
         self._buffer = bytearray()
 
@@ -186,16 +171,13 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send it whole. OSError if nobody is there to take it."""
-        self._sock.sendall(_framed(message))
+        data = msgspec.msgpack.encode(message)
+        self._sock.sendall(len(data).to_bytes(_LENGTH, "big") + data)
 
-    def receive(self, timeout: float | None = None) -> Message:
-        """Wait for the next message. TimeoutError after ``timeout`` seconds without a byte."""
-        self._sock.settimeout(timeout)
-        try:
-            while (message := self._next()) is None:
-                self._fill()
-        finally:
-            self._sock.settimeout(None)
+    def receive(self) -> Message:
+        """Wait for the next message."""
+        while (message := self._next()) is None:
+            self._fill()
         return message
 
     def pump(self) -> list[Message]:
@@ -208,83 +190,24 @@ class Connection:
 
     def _fill(self) -> None:
         try:
-            data = self._recv()
+            data = self._sock.recv(1 << 20)
         except ConnectionResetError:
             data = b""
         if not data:
             raise EOFError("the other end of the connection is closed")
         self._buffer += data
 
-    def _recv(self) -> bytes:
-        return self._sock.recv(1 << 20)
-
     def _next(self) -> Message | None:
-        end = _LENGTH + int.from_bytes(self._buffer[:_LENGTH], "big")
-        if len(self._buffer) < max(end, _LENGTH):
+        length = int.from_bytes(self._buffer[:_LENGTH], "big")
+        if length > _MOST:
+            raise msgspec.DecodeError(f"a message of {length} bytes")
+        if len(self._buffer) < _LENGTH + length or len(self._buffer) < _LENGTH:
             return None
-        with memoryview(self._buffer) as whole, whole[_LENGTH:end] as view:
+        with memoryview(self._buffer) as whole, whole[_LENGTH : _LENGTH + length] as view:
             message: Message = _DECODER.decode(view)
-        del self._buffer[:end]
+        del self._buffer[: _LENGTH + length]
         return message
 
     def close(self) -> None:
         """Close this end."""
         self._sock.close()
-
-
-class ConnectionWithDescriptors(Connection):
-    """A connection of a Unix socket that can carry open files as well; those that came are in ``fds``, in order."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock)
-        self.fds: list[int] = []
-
-    def send_with(self, message: Message, fds: Sequence[int]) -> None:
-        """Send a message, and with it up to 250 descriptors."""
-        socket.send_fds(self._sock, [_framed(message)], fds)
-
-    def _recv(self) -> bytes:
-        data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, MOST_DESCRIPTORS)
-        self.fds += fds
-        return data
-
-
-class Heartbeats:
-    """Where each rank of a machine leaves its heartbeat: whether it waits for others, and since when.
-
-    ``file`` is an unlinked file that both sides map. Times are of the monotonic clock.
-    """
-
-    def __init__(self, file: IO[bytes] | int, size: int) -> None:
-        fd = file if isinstance(file, int) else file.fileno()
-        nbytes = size * 2 * 8
-        if os.fstat(fd).st_size < nbytes:
-            os.ftruncate(fd, nbytes)
-        self._table = np.frombuffer(mmap.mmap(fd, nbytes), np.float64).reshape(size, 2)
-
-    def slot(self, rank: int) -> Heartbeat:
-        """What rank ``rank`` writes to."""
-        return Heartbeat(self._table[rank])
-
-    def waiting(self) -> list[bool]:
-        """Whether each rank is waiting for others."""
-        return [bool(row) for row in self._table[:, 0]]
-
-    def latest(self) -> float:
-        """When a rank last came to a point where it waits, or went on from one."""
-        return float(self._table[:, 1].max())
-
-
-class Heartbeat:
-    """One rank's place on a heartbeats; without one it keeps a place of its own, which nobody reads."""
-
-    def __init__(self, slot: npt.NDArray[np.float64] | None = None) -> None:
-        self._slot = np.zeros(2) if slot is None else slot
-
-    def enter(self) -> None:
-        """It now waits for others."""
-        self._slot[:] = 1, time.monotonic()
-
-    def leave(self) -> None:
-        """It goes on."""
-        self._slot[:] = 0, time.monotonic()

@@ -12,14 +12,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from zerosim.bands import Band
-from zerosim.ledger import EventKind, Phase
+from zerosim.bands import Band, Place
+from zerosim.counts import EventKind, Phase
 from zerosim.records import results as recorded
 from zerosim.records.files import ResultsError
 from zerosim.records.results import (
     Check,
     Difference,
     EventRecord,
+    Prediction,
     Results,
     SchemeRecord,
     Settings,
@@ -43,10 +44,12 @@ def contradictions(results: Results) -> Iterator[str]:
     """Everything in the results that cannot be, in words; the first is reason enough to refuse them."""
     settings = results.settings
     sizes = [fan_in * fan_out + fan_out for fan_in, fan_out in pairwise(settings.widths)]
-    if sum(sizes) != results.n_params or not sizes:
+    if (sizes and sum(sizes) != results.n_params) or not (sizes or settings.model):
         yield f"widths {settings.widths} make {sum(sizes):,} parameters, not {results.n_params:,}"
     if settings.seed < 0 or settings.model_seed < 0:
         yield f"a seed is 0 or more, not {min(settings.seed, settings.model_seed)}"
+    if not settings.batch and settings.data != recorded.OWN:
+        yield "a batch has one row or more"
     names = [record.name for record in results.schemes]
     if not names or len(set(names)) < len(names):
         yield f"a lab runs one or more schemes, each of another name; here are {names}"
@@ -68,22 +71,16 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
     if done != expected or [step.step for step in record.steps] != list(range(1, done + 1)):
         yield f"{expected} completed steps should be numbered from 1; got {[step.step for step in record.steps]}"
     if shortage is not None:
-        if settings.capacity is None or shortage.step > settings.steps or shortage.rank >= settings.ranks:
+        capacity = {"card": settings.capacity, "host": settings.host_capacity}.get(shortage.place)
+        if capacity is None or shortage.step > settings.steps or shortage.rank >= settings.ranks:
             yield f"it cannot have run out of memory in step {shortage.step}, rank {shortage.rank}, of these settings"
-        elif sum(shortage.held.values()) + shortage.asked <= settings.capacity:
-            yield f"{shortage.asked:,} B more would have fitted on the card where it ran out of memory"
+        elif sum(shortage.held.values()) + shortage.asked <= capacity:
+            yield f"{shortage.asked:,} B more would have fitted on the {shortage.place} where it ran out of memory"
         yield from _bands("held at its end", [*shortage.held, shortage.band])
-    predicted = record.prediction
-    for what, bands in (
-        ("predicted at rest", predicted.resident),
-        ("predicted at the peak", predicted.peak),
-        ("predicted at the peak without activations", predicted.peak_without_activations),
-        *((f"predicted for {collective}", bands) for collective, bands in predicted.traffic.items()),
-    ):
-        yield from _bands(what, bands)
-    yield from _per_rank(settings.ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
+    if record.prediction is not None:
+        yield from _prediction(record.prediction, settings.ranks)
     for step in record.steps:
-        yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings.ranks))
+        yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings))
     if done and shortage is None and record.events:
         last = record.steps[-1]
         yield from _log(record.events, sum(last.resident.values()), last.peak.total)
@@ -95,20 +92,51 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
         yield from _log(record.events)
 
 
-def _step(step: StepRecord, ranks: int) -> Iterator[str]:
-    resident = sum(step.resident.values())
-    yield from _bands("at rest", step.resident)
-    for what, peak in (("the peak", step.peak), ("the peak without activations", step.peak_without_activations)):
+def _prediction(predicted: Prediction, ranks: int) -> Iterator[str]:
+    for what, bands in (
+        ("predicted at rest", predicted.resident),
+        ("predicted at the peak", predicted.peak),
+        ("predicted at the peak without activations", predicted.peak_without_activations),
+        ("predicted at rest on the host", predicted.host),
+        ("predicted at the peak on the host", predicted.host_peak),
+        *((f"predicted for {collective}", bands) for collective, bands in predicted.traffic.items()),
+        *((f"predicted out of a node for {name}", bands) for name, bands in predicted.node_outside.items()),
+        *((f"predicted for copies to the {place}", bands) for place, bands in predicted.copies.items()),
+    ):
+        yield from _bands(what, bands)
+    yield from _per_rank(ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
+
+
+def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
+    resident, ranks, node = sum(step.resident.values()), settings.ranks, settings.node or settings.ranks
+    for what, bands in (
+        ("at rest", step.resident), ("at rest on the host", step.host),
+        *((f"copied to the {place}", bands) for place, bands in step.copies.items()),
+    ):  # fmt: skip
+        yield from _bands(what, bands)
+    yield from _known("place", step.copies, tuple(Place))
+    for what, peak in (
+        ("the peak", step.peak), ("the peak without activations", step.peak_without_activations),
+        ("the peak on the host", step.host_peak),
+    ):  # fmt: skip
         yield from _bands(f"at {what}", peak.by_band)
         if sum(peak.by_band.values()) != peak.total:
             yield f"the bands at {what} sum to {sum(peak.by_band.values()):,}, not to {peak.total:,}"
         yield from _known("phase", [peak.phase], _PHASES)
     if not max(resident, step.peak_without_activations.total) <= step.peak.total:
         yield f"no instant can be higher than the peak, {step.peak.total:,} B"
+    if sum(step.host.values()) > step.host_peak.total:
+        yield f"no instant on the host can be higher than its peak, {step.host_peak.total:,} B"
     yield from _per_rank(ranks, padding=step.padding)
     for moved in step.traffic:
         yield from _bands(f"moved by {moved.collective}", [moved.band])
         yield from _per_rank(ranks, sent=moved.sent, received=moved.received, padding_sent=moved.padding)
+        yield from _per_rank(ranks, bytes_out_of_its_node=moved.outside)
+        if any(out > sent for out, sent in zip(moved.outside, moved.sent, strict=False)):
+            yield f"{moved.collective} sent more out of a node than it sent"
+        nodes = {sum(moved.outside[start : start + node]) for start in range(0, ranks, node)}
+        if nodes != {moved.node_outside}:
+            yield f"of {moved.collective}, {moved.node_outside:,} B should be what the ranks of each node sent outward"
         if any(pad > sent for pad, sent in zip(moved.padding, moved.sent, strict=False)):
             yield f"{moved.collective} sent more padding than bytes"
     if len({(moved.collective, moved.band) for moved in step.traffic}) != len(step.traffic):
@@ -146,15 +174,14 @@ def _differences(results: Results) -> Iterator[str]:
     """Each scheme that completed a step is compared with the first of its order; that one if it has copies."""
     ranks, node, expected, apart = results.settings.ranks, results.settings.node, [], []
     for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
-        orders: dict[bool, list[SchemeRecord]] = {False: [], True: []}
+        orders: dict[tuple[object, ...], list[SchemeRecord]] = {}
         for record in results.schemes:
             if len(record.steps) >= step:
-                orders[record.row.on(ranks, node).two_axes].append(record)
+                orders.setdefault(results.settings.order(record.row), []).append(record)
         for alive in orders.values():
-            whole = alive and _shards_all(alive[0], ranks, node)
+            whole = _shards_all(alive[0], ranks, node)
             expected += [(step, each.name) for each in alive if not (each is alive[0] and whole)]
-        if orders[False] and orders[True]:
-            apart.append((step, orders[True][0].name))
+        apart += [(step, alive[0].name) for alive in list(orders.values())[1:]]
     for what, found, wanted in (
         ("comparisons", results.differences, expected), ("distances between orders", results.between_orders, apart)
     ):  # fmt: skip
@@ -210,6 +237,10 @@ def _row(row: SweepRow) -> Iterator[str]:
 def _ablations(results: Results) -> Iterator[str]:
     found = results.ablations
     drifts = [*found.whole_model_bucket.values(), *([found.narrow_wire.drift] if found.narrow_wire else [])]
+    if found.int8_params and not len(found.int8_params.losses) == len(found.int8_params.losses_exact) == (
+        results.settings.steps
+    ):
+        yield f"losses in int8, and beside it, are those of {results.settings.steps} steps"
     for drift in drifts:
         if not len(drift.differing) == len(drift.largest) == results.settings.steps:
             yield f"a drift is given after each of the {results.settings.steps} steps"
@@ -231,29 +262,42 @@ def _verdicts(results: Results) -> Iterator[str]:
         if any(each.differing.values()) and (Check.SAME_TRAINING, each.scheme, ranks) not in said:
             yield f"bits of {each.scheme} differ after step {each.step}, and no failure says so"
     for step in range(max(len(record.steps) for record in results.schemes)):
-        losses = {str(record.steps[step].loss) for record in results.schemes if step < len(record.steps)}
-        if len(losses) > 1 and not any(check == Check.SAME_TRAINING for check, _, _ in said):
+        losses = {
+            (results.settings.order(record.row), str(record.steps[step].loss))
+            for record in results.schemes
+            if step < len(record.steps)
+        }
+        orders = {order for order, _ in losses}
+        if len(losses) > len(orders) and not any(check == Check.SAME_TRAINING for check, _, _ in said):
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
-        fits = results.settings.capacity is None or sum(record.prediction.peak.values()) <= results.settings.capacity
+        if (predicted := record.prediction) is None:
+            continue
+        fits = _fits(results.settings, sum(predicted.peak.values()), sum(predicted.host_peak.values()))
         as_predicted = fits == (record.out_of_memory is None) and all(
-            _as_predicted(record, step) for step in record.steps
+            _as_predicted(predicted, step) for step in record.steps
         )
         if not as_predicted and (Check.AS_PREDICTED, record.name, ranks) not in said:
             yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
     for row in results.sweep:
-        measured = (row.resident, row.peak, row.peak_without_activations, row.sent)
+        measured = (row.resident, row.peak, row.peak_without_activations, row.sent, row.host_peak)
         expected = (
             row.resident_predicted, row.peak_predicted, row.peak_without_activations_predicted, row.sent_predicted,
+            row.host_peak_predicted,
         )  # fmt: skip
-        fits = results.settings.capacity is None or row.peak_predicted <= results.settings.capacity
+        fits = _fits(results.settings, row.peak_predicted, row.host_peak_predicted)
         as_predicted = row.fits == row.fits_predicted == fits and (not row.fits or measured == expected)
         if not as_predicted and (Check.AS_PREDICTED, row.scheme, row.ranks) not in said:
             yield f"the sweep, {row.scheme}, N = {row.ranks}: not as predicted, and no failure says so"
 
 
-def _as_predicted(record: SchemeRecord, step: StepRecord) -> bool:
-    expected = record.prediction
+def _fits(settings: Settings, card: int, host: int) -> bool:
+    """Whether peaks of so many bytes fit on the card and the host."""
+    needs = (settings.capacity, card), (settings.host_capacity, host)
+    return all(capacity is None or peak <= capacity for capacity, peak in needs)
+
+
+def _as_predicted(expected: Prediction, step: StepRecord) -> bool:
     sent = {(moved.collective, moved.band): {*moved.sent, *moved.received} for moved in step.traffic}
     wanted = {(name, band): {nbytes} for name, bands in expected.traffic.items() for band, nbytes in bands.items()}
     columns = zip(*(moved.padding for moved in step.traffic), strict=False)
@@ -262,6 +306,11 @@ def _as_predicted(record: SchemeRecord, step: StepRecord) -> bool:
         and step.peak.by_band == expected.peak
         and step.peak_without_activations.by_band == expected.peak_without_activations
         and step.flops == expected.flops
+        and (step.host, step.host_peak.by_band, step.copies) == (expected.host, expected.host_peak, expected.copies)
+        and all(
+            moved.node_outside == expected.node_outside.get(moved.collective, {}).get(moved.band, 0)
+            for moved in step.traffic
+        )
         and step.padding == expected.padding
         and sent == wanted
         and (not sent or [sum(column) for column in columns] == expected.padding_sent)

@@ -33,6 +33,19 @@ class Network(Record):
     node: Positive | None = None
 
 
+class Finetuning(Record):
+    """What of a model is trained.
+
+    ``other_parts``: what becomes of parts that text does not reach, as towers for images are. ``lora`` is
+    the rank of adapters beside the linear layers named in ``targets``, by the last parts of their names;
+    all else is frozen then.
+    """
+
+    other_parts: Literal["frozen", "left out", "trained"] = "frozen"
+    lora: Positive | None = None
+    targets: tuple[str, ...] = ()
+
+
 class Question(Record):
     """What was asked.
 
@@ -40,7 +53,9 @@ class Question(Record):
     were named, ``gpus`` those that are tabulated. ``memory`` is the bytes of a card, ``card`` the
     preset that it comes from. ``precision``, ``wire``, ``wire_params``, ``padding``, ``all_reduce`` and
     ``prefetch`` are None where the convention decides. ``bucket`` in parameters. ``binary``: whether
-    sizes are shown in GiB.
+    sizes are shown in GiB. ``global_batch`` is the rows of a step on all ranks, from which ``accumulate``
+    follows. ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
+    keeps nothing. ``kv``: whether keys and values are kept once for the heads that share them, or for each.
     """
 
     model: str
@@ -63,9 +78,20 @@ class Question(Record):
     sync: Literal["each", "end"] | None = None
     bucket: Literal["layer", "model"] | Positive | None = None
     prefetch: Natural | None = None
-    optimizer: Literal["adam", "sgd", "momentum"] = "adam"
+    global_batch: Positive | None = None
+    optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam"
+    loss: Literal["fp32", "bf16", "chunked", "fused"] = "fp32"
+    kv: Literal["grouped", "expanded"] = "grouped"
+    finetuning: Finetuning = Finetuning()
     network: Network = Network()
     largest_model: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def micro_batches(self, ranks: int, micro_batch: int | None = None) -> int:
+        """How many micro-batches a step on so many ranks has: of a global batch, as many as it takes, one at least."""
+        if self.global_batch is None:
+            return self.accumulate
+        return max(1, self.global_batch // (ranks * (micro_batch or self.micro_batch)))
 
 
 class Unit(Record):

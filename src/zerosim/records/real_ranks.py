@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from zerosim.bands import PRECISIONS, WIRES
 from zerosim.options import Options
 from zerosim.records.files import Record, encoded, read, write_whole
@@ -18,9 +20,35 @@ SCHEMA = "zerosim.corroborate/2"
 COLLECTIVES = RING, NATIVE = "ring", "native"
 RECIPES = ("mixed", "bf16", "fp32")  # the precisions that are run
 BACKENDS = ("gloo", "nccl", "mpi")
-FAULTS = ("bit", "hop", "kill", "stop")
+FAULTS = {
+    "bit": "flip a bit of a parameter",
+    "gradient": "flip a bit of a gradient",
+    "weights": "begin with another weight",
+    "data": "train on other data",
+    "loss": "tell another loss",
+    "threads": "compute on two threads",
+    "hop": "send a block that nobody booked",
+    "skip": "leave an operation out",
+    "connection": "send over a connection of its own",
+    "datagram": "send a datagram",
+    "memory": "allocate 300 MB outside of the ledger",
+    "error": "raise an error",
+    "kill": "kill the rank",
+    "stop": "stop it",
+}
+PROCESS, SOCKETS, NAMESPACE = "process", "sockets", "namespace"  # meters
+START, LOSSES, BITS, BYTES, MEMORY = "start", "losses", "bits", "bytes", "memory"
+CHECKS = {
+    START: "every rank begins with the simulator's bits",
+    LOSSES: "every rank's loss is the simulator's",
+    BITS: "every rank holds the simulator's bits after every step",
+    BYTES: "what is sent is the same by every count, none unexplained",
+    MEMORY: "every rank holds the simulator's bytes, at rest and at the peak",
+}
+"""What is checked, in the order in which a failure of one can cause failures of the next."""
 WORKING = "working"
-EXTRA_HOP = 1000  # bytes that the fault "hop" sends
+EXTRA_BYTES = 1000  # that the faults send
+EXTRA_MEMORY = 300_000_000  # bytes that the fault "memory" allocates
 
 
 class Fault(Record):
@@ -36,6 +64,8 @@ class Settings(Record):
 
     ``batch`` is samples per rank. ``wire`` is fp32, or ``working`` for the dtype of each precision's
     working copy. A run is one of ``rows``, one of ``collectives`` and one of ``precisions``.
+    ``model`` is the python path of what was trained instead of the MLP of these ``widths``, and
+    ``schedule`` has further options of the training runs, by keyword.
     """
 
     ranks: int
@@ -50,12 +80,14 @@ class Settings(Record):
     backend: str
     fault: Fault | None
     rows: list[Stage]
+    model: str = ""
+    schedule: dict[str, int | float | str | bool | None] = msgspec.field(default_factory=dict)
 
     def options(self, precision: str) -> Options:
         """The options of the runs in that precision."""
         working = PRECISIONS[precision].working
         wire = self.wire if self.wire != WORKING else next(name for name, dtype in WIRES.items() if dtype == working)
-        return Options(precision=precision, wire=wire)
+        return Options(precision=precision, wire=wire, **self.schedule)  # type: ignore[arg-type]
 
 
 class Flow(Record):
@@ -83,7 +115,7 @@ class RankRecord(Record):
     received: Flow
     resident: dict[str, int]
     peak: dict[str, int]
-    rss: int
+    memory: int
 
 
 class StepTime(Record):
@@ -100,7 +132,7 @@ class StepTime(Record):
 class Run(Record):
     """One row on one kind of collectives in one precision, simulated and real.
 
-    ``compared`` and ``differing`` count elements by band over all ranks and steps;
+    ``compared`` and ``differing`` count elements by band over all ranks, at the start and after every step;
     ``losses`` are the means over ranks. ``resident`` and ``peak`` are the simulator's.
     """
 
@@ -126,7 +158,9 @@ class Run(Record):
 class Corroboration(Record):
     """Everything that was found.
 
-    ``ended`` says why if it is not ``complete``. ``order`` is the order in which the backend's
+    ``ended`` says why if it is not ``complete``, and ``errors`` what other ranks than those to blame said,
+    by rank. ``elsewhere`` counts what the network namespace did during the steps that no rank's meter covers:
+    connections opened and datagrams sent, by whomever. ``order`` is the order in which the backend's
     own all-reduce was seen to sum: ``ring`` is the simulator's. ``unmeasured`` says why a meter
     has no readings; ``addresses`` are those of the sockets that the ranks used.
     """
@@ -138,8 +172,10 @@ class Corroboration(Record):
     n_params: int
     complete: bool
     ended: str
+    errors: dict[str, str]
     order: str
     unmeasured: dict[str, str]
+    elsewhere: dict[str, int]
     addresses: list[str]
     runs: list[Run]
     failures: list[Failure]

@@ -18,6 +18,7 @@ from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.stages import Stage
 
 SCHEMA = "zerosim.lab/2"
+OWN = "your own"  # data that the lab has not drawn
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # bytes, operations, elements: what a reader can count
@@ -27,12 +28,16 @@ class Settings(Record):
     """What was asked for.
 
     ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
-    ``capacity`` is the bytes of a card, or None for no limit.
+    ``capacity`` is the bytes of a card, ``host_capacity`` those of the host for each rank, or None for no
+    limit. ``node`` ranks are a group, and ``wire_params`` is what parameters are sent in, if it is not ``wire``.
+    ``data`` is ``OWN`` where the caller brought the batches: then the seeds say nothing, and ``batch`` is 0 if it
+    was not always the same. ``model`` names a model that ``widths`` do not describe, and ``others`` are the options
+    that no field has, in words.
     """
 
     ranks: Positive
-    steps: Positive
-    batch: Positive
+    steps: Count
+    batch: Count
     seed: int
     model_seed: int
     precision: str
@@ -43,6 +48,9 @@ class Settings(Record):
     widths: list[Positive]
     node: Positive | None = None
     host_capacity: Positive | None = None
+    wire_params: str | None = None
+    model: str = ""
+    others: dict[str, str] = msgspec.field(default_factory=dict)
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
@@ -53,7 +61,13 @@ class Settings(Record):
             capacity=self.capacity,
             host_capacity=self.host_capacity,
             node=self.node,
+            wire_params=self.wire_params,
+            keep_reports=self.steps,
         )
+
+    def order(self, row: Stage, ranks: int | None = None) -> tuple[object, ...]:
+        """What decides the bits of a row's training under these settings: see ``Stage.order``."""
+        return row.on(ranks or self.ranks, self.node).order(self.wire_params)
 
 
 class Check(StrEnum):
@@ -73,7 +87,7 @@ class PeakRecord(Record):
 
 
 class TrafficRecord(Record):
-    """What one collective moved for one band in a step."""
+    """What one collective moved for one band in a step; ``outside`` is what left the rank's node, or all of a node."""
 
     collective: str
     band: str
@@ -81,10 +95,12 @@ class TrafficRecord(Record):
     received: list[Count]
     padding: list[Count]
     messages: Count
+    outside: list[Count]
+    node_outside: Count
 
 
 class StepRecord(Record):
-    """One step of one scheme, measured."""
+    """One step of one scheme, measured. ``copies`` over the host link are by the place that they go to, and band."""
 
     step: Count
     loss: float
@@ -95,10 +111,21 @@ class StepRecord(Record):
     traffic: list[TrafficRecord]
     flops: dict[str, Count]
     seconds: dict[str, float]
+    host: dict[str, Count]
+    host_peak: PeakRecord
+    copies: dict[str, dict[str, Count]]
 
     def sent(self) -> int:
         """Bytes sent by the busiest rank, all collectives together."""
         return max((sum(column) for column in zip(*(moved.sent for moved in self.traffic), strict=True)), default=0)
+
+    def node_outside(self) -> int:
+        """Bytes that left each node, all collectives together."""
+        return sum(moved.node_outside for moved in self.traffic)
+
+    def copied(self) -> int:
+        """Bytes that each rank copied over its host link, both ways together."""
+        return sum(sum(bands.values()) for bands in self.copies.values())
 
 
 class Prediction(Record):
@@ -111,6 +138,10 @@ class Prediction(Record):
     padding: list[Count]
     padding_sent: list[Count]
     flops: dict[str, Count]
+    node_outside: dict[str, dict[str, Count]]
+    host: dict[str, Count]
+    host_peak: dict[str, Count]
+    copies: dict[str, dict[str, Count]]
 
 
 class EventRecord(Record, array_like=True):
@@ -126,7 +157,11 @@ class EventRecord(Record, array_like=True):
 
 
 class OutOfMemoryRecord(Record):
-    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much."""
+    """Where a run ended for want of memory. ``step`` is 0 if the model states alone were too much.
+
+    ``place`` says whose memory it was, ``"card"`` or ``"host"``, ``held`` what was there, and ``on_card`` what
+    was on the card, whichever it was.
+    """
 
     step: Count
     rank: Count
@@ -134,13 +169,15 @@ class OutOfMemoryRecord(Record):
     unit: str
     asked: Count
     held: dict[str, Count]
+    place: str
+    on_card: dict[str, Count]
 
 
 class SchemeRecord(Record):
-    """One scheme's run: its row, every step measured, the prediction, and the events of the last step."""
+    """One scheme's run: its row, every step measured, the events of the last, and the prediction, if there is one."""
 
     row: Stage
-    prediction: Prediction
+    prediction: Prediction | None
     steps: list[StepRecord]
     events: list[EventRecord]
     out_of_memory: OutOfMemoryRecord | None
@@ -180,6 +217,8 @@ class SweepRow(Record):
     peak_without_activations_predicted: Count
     sent: Count
     sent_predicted: Count
+    host_peak: Count
+    host_peak_predicted: Count
     fits: bool
     fits_predicted: bool
     resident_by_band: dict[str, Count]
@@ -218,6 +257,15 @@ class NarrowWire(Record):
     drift: Drift
 
 
+class Int8Params(Record):
+    """ZeRO-3 that sends parameters in int8, with their scales, beside itself: bytes of one step, the losses of all."""
+
+    sent: Count
+    sent_exact: Count
+    losses: list[float]
+    losses_exact: list[float]
+
+
 class Ablations(Record):
     """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
 
@@ -230,6 +278,7 @@ class Ablations(Record):
     whole_model_gather: WholeModelGather | None
     narrow_wire: NarrowWire | None
     whole_model_bucket: dict[str, Drift]
+    int8_params: Int8Params | None = None
 
 
 class Failure(Record):
@@ -265,6 +314,15 @@ class Results(Record):
     ablations: Ablations
     failures: list[Failure]
 
+    def parting(self) -> str:
+        """Why rows of different orders do not agree in every bit; nothing where all are of one order."""
+        orders = {self.settings.order(record.row) for record in self.schemes}
+        if len(orders) < 2:
+            return ""
+        if self.settings.wire_params == "int8":
+            return "parameters are rounded to int8 where they are sent, and these rows send other pieces of them"
+        return "one adds the gradients of all ranks in a ring, the other those of each group and then of the groups"
+
     def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
         """Each scheme that completed all steps, with the last of them."""
         return [(record, record.steps[-1]) for record in self.schemes if record.out_of_memory is None]
@@ -276,7 +334,10 @@ class Results(Record):
     def nothing_compared(self, check: str) -> str:
         """Why a check that does not fail has found nothing either, or nothing if it has compared something."""
         if check == Check.SAME_TRAINING:
-            return "" if self.differences else "no two schemes completed a step"
+            alone = "there is one scheme" if len(self.schemes) == 1 else "no two schemes completed a step"
+            return "" if self.differences else alone
+        if all(record.prediction is None for record in self.schemes):
+            return "nothing was predicted; the closed forms know perceptrons, and the lab's options"
         completed = any(record.steps for record in self.schemes) or any(row.fits for row in self.sweep)
         return "" if completed else "no step was completed; that none would be is as predicted"
 

@@ -25,11 +25,14 @@ BANDS: Mapping[str, str] = {
     Band.EXP_AVG_SQ: "#1DC4F3",
     Band.MOMENTUM: "#1E94F8",
     Band.GATHERED: "#E7A72E",
+    Band.SECONDARY: "#F22DD2",
     Band.UNREDUCED: "#CF5C00",
+    Band.PARTIAL: "#DB814E",
     Band.BLOCKS: "#912223",
     Band.ACTIVATIONS: "#A79E96",
     Band.BUFFERS: "#B43C00",
     Band.BUCKET: "#9C606C",
+    Band.SCALES: "#1DC4F3",
 }
 PLACES: Sequence[str] = (
     "#8F8F8F", "#1860F0", "#DE6D12", "#8E4A8A", "#0C9CE4", "#B400C0", "#B43C00", "#787860",

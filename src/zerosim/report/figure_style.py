@@ -5,6 +5,7 @@ Must not know what a figure shows.
 
 from __future__ import annotations
 
+import io
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ _STYLE = {
     "figure.titleweight": "bold",
     "grid.color": "#E6E6E6",
     "legend.frameon": False,
+    "svg.hashsalt": "zerosim",  # or the same figure would be another file each time
     "text.color": INK,
 }
 for _axis in ("xtick", "ytick"):
@@ -50,6 +52,14 @@ def styled() -> Iterator[None]:
     """Our settings over matplotlib's own, whatever the user's are, for one thread at a time."""
     with _LOCK, style.context(["default", _STYLE]):
         yield
+
+
+def encoded(figure: Figure, kind: str) -> bytes:
+    """The figure as the content of a file: ``"png"``, ``"svg"`` or ``"pdf"``, the same for the same figure."""
+    content = io.BytesIO()
+    with styled():
+        figure.savefig(content, format=kind, dpi=150, metadata={"png": None, "svg": {"Date": None}}.get(kind))
+    return content.getvalue()
 
 
 def ranks_text(count: int) -> str:
@@ -78,8 +88,8 @@ def headline(figure: Figure, text: str) -> None:
 
 
 def legend(figure: Figure, *handles: Line2D | Patch) -> None:
-    """One line of keys below the figure."""
-    columns = -(-len(handles) // -(-len(handles) // 9))
+    """The keys below the figure, in one line if they fit."""
+    columns = -(-len(handles) // -(-len(handles) // int(1.1 * figure.get_figwidth())))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.8, columnspacing=1.5)
 
 

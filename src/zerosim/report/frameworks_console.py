@@ -22,21 +22,29 @@ from zerosim.records.frameworks import (
     Framework,
     Frameworks,
 )
-from zerosim.report.tables import number_table
+from zerosim.report.tables import number_table, screen
 
 SHOWN_FAILURES = 20
 
 
 def show(found: Frameworks, console: Console | None = None) -> None:
     """Print what was found: memory, traffic and bits, what each framework behaves like, and the verdicts."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(file=console.file, highlight=False, width=120)
+    console = screen(console, width=80)
     run = [row for row in found.rows if not row.skipped]
     console.print(
         f"\n[bold]The frameworks on {found.settings.ranks} real ranks[/], {found.steps} steps, gloo; "
         + ", ".join(f"{name} {found.versions[name]}" for name in ("torch", "deepspeed") if name in found.versions)
     )
+    console.print()
+    if found.ended:
+        console.print("[bold red]incomplete[/]: ", end="")
+        console.print(found.ended, markup=False)
+    for check, claim in CHECKS.items():
+        console.print(f"{check} {_verdict(check, found)}: {claim}")
+    for failure in found.failures[:SHOWN_FAILURES]:
+        console.print(f"  {failure}", style="red", markup=False)
+    if len(found.failures) > SHOWN_FAILURES:
+        console.print(f"  and {len(found.failures) - SHOWN_FAILURES:,} more, in frameworks.json")
     for table in (_memory(run, found.n_params), _traffic(run, found)):
         console.print()
         console.print(table)
@@ -45,16 +53,6 @@ def show(found: Frameworks, console: Console | None = None) -> None:
     for row in found.rows:
         what = f"is not run: {row.skipped}" if row.skipped else f"behaves like {row.scheme or 'no scheme'}"
         console.print(f"{row.name} {'; '.join([what, *row.departs])}.", markup=False)
-    console.print()
-    for check, claim in CHECKS.items():
-        console.print(f"{check} {_verdict(check, found)}: {claim}")
-    for failure in found.failures[:SHOWN_FAILURES]:
-        console.print(f"  {failure}", style="red", markup=False)
-    if len(found.failures) > SHOWN_FAILURES:
-        console.print(f"  and {len(found.failures) - SHOWN_FAILURES:,} more, in frameworks.json")
-    if found.ended:
-        console.print("[bold red]incomplete[/]: ", end="")
-        console.print(found.ended, markup=False)
 
 
 def _verdict(check: str, found: Frameworks) -> str:
@@ -87,7 +85,7 @@ def _memory(rows: Iterable[Framework], n_params: int) -> Table:
         held, rest = ([sum(getattr(rank, which).values()) for rank in row.ranks] for which in ("held", "rest"))
         highest = max(row.ranks, key=lambda rank: sum(rank.peak.values()))
         table.add_row(
-            row.name,
+            row.name.replace(", ", ",\n"),
             *(_per_param(band, n_params) for band in bands),
             _range(held, n_params),
             _range(rest, n_params),
@@ -126,7 +124,7 @@ def _traffic(rows: Iterable[Framework], found: Frameworks) -> Table:
         counted = busiest.kernel.get("sockets") or busiest.kernel.get("process")
         gradients = f"{sum(step.differing for step in row.gradients):,}" if row.gradients else "–"
         table.add_row(
-            row.name,
+            row.name.replace(", ", ",\n"),
             f"{busiest.asked / unit:.2f}",
             "unknown" if busiest.moved is None else f"{busiest.moved / unit:.2f}",
             "unknown" if busiest.framing is None else f"{busiest.framing:,}",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from zerosim.bands import WIRES
-from zerosim.ledger import Phase
+from zerosim.counts import Phase
 from zerosim.records.results import Check, Results
 from zerosim.report.tables import number_table, screen
 
 SHOWN_FAILURES = 20
+MOST_ACROSS = 6  # schemes side by side; more of them stand below each other
 
 
 def show(results: Results, out: Path, console: Console | None = None) -> None:
@@ -22,13 +26,17 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
     console.print(
         f"\n[bold]{results.n_params:,} parameters on {settings.ranks} virtual GPUs[/], {settings.steps} steps of "
         f"{settings.batch} rows per rank; data {settings.data}, precision {settings.precision}, wire {settings.wire}"
+        + (f", parameters sent in {settings.wire_params}" if settings.wire_params else "")
+        + (f"; nodes of {settings.node}" if settings.node else "")
     )
     for table in (
-        _summary(results),
+        summary(results),
         _alike(results),
-        _bands(results, "at rest"),
-        _bands(results, "at the peak"),
+        _between_orders(results),
+        *_bands(results, "at rest"),
+        *_bands(results, "at the peak"),
         _traffic(results),
+        _links(results),
         _work(results),
         _sweep(results),
         _ablations(results),
@@ -39,12 +47,23 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
     _verdicts(results, out, console)
 
 
+def shown(results: Results) -> str:
+    """The table of the schemes and the verdicts, as text."""
+    console = Console(file=io.StringIO(), highlight=False, width=110)
+    console.print(summary(results))
+    for line in verdicts(results):
+        console.print(line)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
 def _compared(measured: int, predicted: int) -> str:
     """A measured count, marked where it is not what was predicted."""
     return f"{measured:,}" if measured == predicted else f"[red]{measured:,} (predicted {predicted:,})[/]"
 
 
-def _summary(results: Results) -> Table:
+def summary(results: Results) -> Table:
+    """A row for each scheme: what it holds and sends, and the last loss."""
     base = results.base()
     whole = sum(base.steps[-1].resident.values()) if base else None
     table = number_table(
@@ -57,7 +76,8 @@ def _summary(results: Results) -> Table:
     for record in results.schemes:
         if record.out_of_memory:
             shortage = record.out_of_memory
-            table.add_row(record.name, *["–"] * 7, f"{shortage.band}, {shortage.unit}: {shortage.asked:,} B asked")
+            where = f"{shortage.band}, {shortage.unit}{' (host)' if shortage.place == 'host' else ''}"
+            table.add_row(record.name, *["–"] * 7, f"{where}: {shortage.asked:,} B asked")
             continue
         step = record.steps[-1]
         resident = sum(step.resident.values())
@@ -80,7 +100,9 @@ def _summary(results: Results) -> Table:
 def _alike(results: Results) -> Table:
     bands = list(results.differences[0].differing) if results.differences else []
     table = number_table(
-        "Same training: the largest difference between the schemes over all ranks (and elements whose bits differ)",
+        "Same training: the largest difference between the schemes over all ranks (and elements whose bits differ)"
+        if not results.between_orders
+        else "Same training: the largest difference between the schemes of one order (and elements whose bits differ)",
         "step", *bands, "loss",
     )  # fmt: skip
     for step in dict.fromkeys(difference.step for difference in results.differences):
@@ -95,22 +117,38 @@ def _alike(results: Results) -> Table:
     return table
 
 
-def _bands(results: Results, when: str) -> Table:
-    """Bands down, schemes across: measured, and marked where the prediction is another."""
+def _between_orders(results: Results) -> Table:
+    """How far rows of other orders are from the first: no failure, but measured."""
+    bands = list(results.between_orders[0].differing) if results.between_orders else []
+    table = number_table(
+        "Between orders: the largest difference from the first scheme (and elements whose bits differ)",
+        "step", "scheme", *bands, left=2, caption=f"No failure: {results.parting()}.",
+    )  # fmt: skip
+    for each in results.between_orders:
+        table.add_row(
+            str(each.step), each.scheme, *(f"{each.largest[band]:.2g} ({each.differing[band]:,})" for band in bands)
+        )
+    return table
+
+
+def _bands(results: Results, when: str) -> Iterator[Table]:
+    """Bands down, schemes across, some at a time: measured, and marked where the prediction is another."""
     columns = []
     for record, step in results.completed():
+        assert record.prediction is not None, "the lab runs nothing that the closed forms do not know"
         if when == "at rest":
             columns.append((record.name, step.resident, record.prediction.resident))
         else:
             columns.append((record.name, step.peak.by_band, record.prediction.peak))
-    table = number_table(f"As predicted: bytes per rank {when}", "band", *(name for name, _, _ in columns))
-    for band in dict.fromkeys(band for _, *sides in columns for side in sides for band in side):
-        table.add_row(band, *(_compared(got.get(band, 0), expected.get(band, 0)) for _, got, expected in columns))
-    if columns:
+    for start in range(0, len(columns), MOST_ACROSS):
+        some = columns[start : start + MOST_ACROSS]
+        table = number_table(f"As predicted: bytes per rank {when}", "band", *(name for name, _, _ in some))
+        for band in dict.fromkeys(band for _, *sides in some for side in sides for band in side):
+            table.add_row(band, *(_compared(got.get(band, 0), expected.get(band, 0)) for _, got, expected in some))
         table.add_section()
-        table.add_row("measured", *(f"{sum(got.values()):,}" for _, got, _ in columns))
-        table.add_row("predicted", *(f"{sum(expected.values()):,}" for _, _, expected in columns))
-    return table
+        table.add_row("measured", *(f"{sum(got.values()):,}" for _, got, _ in some))
+        table.add_row("predicted", *(f"{sum(expected.values()):,}" for _, _, expected in some))
+        yield table
 
 
 def _traffic(results: Results) -> Table:
@@ -120,6 +158,7 @@ def _traffic(results: Results) -> Table:
         caption="The busiest rank's; every rank's was checked.",
     )  # fmt: skip
     for record, step in results.completed():
+        assert record.prediction is not None
         for moved in step.traffic:
             table.add_row(
                 record.name, moved.collective, moved.band, f"{moved.messages:,}", f"{max(moved.sent):,}",
@@ -129,19 +168,54 @@ def _traffic(results: Results) -> Table:
     return table
 
 
-def _work(results: Results) -> Table:
-    phases = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION]
+def _links(results: Results) -> Table:
+    """What stays within a node, leaves it, and goes over the host link; and what the host holds."""
     table = number_table(
-        "FLOPs per rank and step, and median milliseconds per step",
-        "scheme", *(f"FLOPs, {phase}" for phase in phases[:3]), *(f"ms, {phase}" for phase in phases), "ms per rank",
-        caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time.",
+        "As predicted: bytes per step by link, and the host's memory",
+        "scheme", "sent by a rank", "out of a node, per node", "host link, per rank", "host at rest", "host peak",
+        caption="Every rank's, by collective and band, was checked.",
     )  # fmt: skip
+    if not (results.settings.node or any(record.row.offload for record in results.schemes)):
+        return table
     for record, step in results.completed():
-        times = [sorted(each.seconds.get(phase, 0.0) for each in record.steps) for phase in phases]
-        medians = [1e3 * each[len(each) // 2] for each in times]
+        assert record.prediction is not None
+        expected = record.prediction
+        outside, copied = (
+            sum(sum(bands.values()) for bands in links.values()) for links in (expected.node_outside, expected.copies)
+        )
         table.add_row(
             record.name,
-            *(_compared(step.flops.get(phase, 0), record.prediction.flops.get(phase, 0)) for phase in phases[:3]),
+            f"{step.sent():,}",
+            _compared(step.node_outside(), outside),
+            _compared(step.copied(), copied),
+            _compared(sum(step.host.values()), sum(expected.host.values())),
+            _compared(step.host_peak.total, sum(expected.host_peak.values())),
+        )
+    return table
+
+
+def _work(results: Results) -> Table:
+    phases = [(Phase.FORWARD,), (Phase.BACKWARD,), (Phase.OPTIMIZER, Phase.HOST_OPTIMIZER), (Phase.COMMUNICATION,)]
+    names = [str(some[0]) for some in phases]
+    table = number_table(
+        "FLOPs per rank and step, and median milliseconds per step",
+        "scheme", *(f"FLOPs, {name}" for name in names[:3]), *(f"ms, {name}" for name in names), "ms per rank",
+        caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time."
+        + " Offloaded, the optimizer's are the host's." * any(record.row.offload for record in results.schemes),
+    )  # fmt: skip
+    for record, step in results.completed():
+        assert record.prediction is not None
+        times = [
+            sorted(sum(each.seconds.get(phase, 0.0) for phase in some) for each in record.steps) for some in phases
+        ]
+        medians = [1e3 * each[len(each) // 2] for each in times]
+        flops = [
+            [sum(counts.get(phase, 0) for phase in some) for counts in (step.flops, record.prediction.flops)]
+            for some in phases[:3]
+        ]
+        table.add_row(
+            record.name,
+            *(_compared(measured, predicted) for measured, predicted in flops),
             *(f"{median:.2f}" for median in medians),
             f"{sum(medians) / results.settings.ranks:.3f}",
         )
@@ -149,18 +223,21 @@ def _work(results: Results) -> Table:
 
 
 def _sweep(results: Results) -> Table:
-    names = list(dict.fromkeys(row.scheme for row in results.sweep))
-    table = number_table(
-        "The sweep: bytes per parameter at rest / at the peak, activations left out",
-        "N", *names,
-        caption="Each of these numbers, and what was sent, was compared with its prediction as an integer.",
-    )  # fmt: skip
-    for ranks in dict.fromkeys(row.ranks for row in results.sweep):
-        cells = []
-        for row in (row for row in results.sweep if row.ranks == ranks):
-            resident, peak = row.resident / results.n_params, row.peak_without_activations / results.n_params
-            cells.append(f"{resident:.4f} / {peak:.4f}" if row.fits else "out of memory")
-        table.add_row(str(ranks), *cells)
+    names, counts = (list(dict.fromkeys(getattr(row, field) for row in results.sweep)) for field in ("scheme", "ranks"))
+    cells = {}
+    for row in results.sweep:
+        resident, peak = row.resident / results.n_params, row.peak_without_activations / results.n_params
+        cells[row.ranks, row.scheme] = f"{resident:.4f} / {peak:.4f}" if row.fits else "out of memory"
+    title = "The sweep: bytes per parameter at rest / at the peak, activations left out"
+    caption = "Each of these numbers, and what was sent, was compared with its prediction as an integer."
+    if len(names) > MOST_ACROSS:
+        table = number_table(title, "scheme", *(f"N = {ranks}" for ranks in counts), caption=caption, tight=True)
+        for name in names:
+            table.add_row(name, *(cells[ranks, name] for ranks in counts))
+        return table
+    table = number_table(title, "N", *names, caption=caption)
+    for ranks in counts:
+        table.add_row(str(ranks), *(cells[ranks, name] for name in names))
     return table
 
 
@@ -182,6 +259,12 @@ def _ablations(results: Results) -> Table:
             f"{narrow.sent:,} B instead of {narrow.sent_fp32:,}; {narrow.gradient_differing:,} averaged gradients "
             f"differ, by up to {narrow.gradient_largest_relative:.2e} of the largest",
         )
+    if rounded := found.int8_params:
+        table.add_row(
+            "ZeRO-3 sends parameters as int8 blocks with scales",
+            f"{rounded.sent:,} B instead of {rounded.sent_exact:,}; after {len(rounded.losses)} steps the loss is "
+            f"{rounded.losses[-1]:.6f} beside {rounded.losses_exact[-1]:.6f}",
+        )
     for precision, drift in found.whole_model_bucket.items():
         table.add_row(
             f"one scheme's bucket is the whole model ({precision})",
@@ -194,21 +277,31 @@ def _ablations(results: Results) -> Table:
 def _verdicts(results: Results, out: Path, console: Console) -> None:
     """The verdict of each check, the failures by name, and where everything was written."""
     console.print()
-    compared = len(results.differences)
-    failed = {failure.check for failure in results.failures}
-    for check, claim in (
-        (Check.SAME_TRAINING, f"all schemes alike, bit for bit, on all ranks: {compared} comparisons"),
-        (Check.AS_PREDICTED, "every byte and FLOP as predicted, on every rank, in every step and for every N"),
-    ):
-        verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"
-        if check not in failed and (nothing := results.nothing_compared(check)):
-            verdict, claim = "nothing to compare", nothing
-        console.print(f"{check}: {verdict}: {claim}")
-    for failure in results.failures[:SHOWN_FAILURES]:
-        console.print(f"  {failure}", style="red", markup=False)
-    if len(results.failures) > SHOWN_FAILURES:
-        console.print(f"  and {len(results.failures) - SHOWN_FAILURES:,} more, in results.json")
+    for line in verdicts(results):
+        console.print(line)
     console.print(
         f"written to {out}/: report.html to look at, results.json, trace.json for Perfetto, and the figures",
         markup=False,
     )
+
+
+def verdicts(results: Results) -> Iterator[Text]:
+    """The verdict of each check, and the failures by name."""
+    failed = {failure.check for failure in results.failures}
+    compared, each = len(results.differences), " and for every N" if results.sweep else ""
+    for check, claim in (
+        (
+            Check.SAME_TRAINING,
+            f"all schemes{' of one order' * bool(results.parting())} alike, bit for bit, on all ranks: "
+            f"{compared} comparisons",
+        ),
+        (Check.AS_PREDICTED, f"every byte and FLOP as predicted, on every rank, in every step{each}"),
+    ):
+        verdict, style = ("FAILS", "bold red") if check in failed else ("holds", "bold green")
+        if check not in failed and (nothing := results.nothing_compared(check)):
+            verdict, style, claim = "nothing to compare", "", nothing
+        yield Text.assemble(f"{check}: ", (verdict, style), f": {claim}")
+    for failure in results.failures[:SHOWN_FAILURES]:
+        yield Text(f"  {failure}", style="red")
+    if len(results.failures) > SHOWN_FAILURES:
+        yield Text(f"  and {len(results.failures) - SHOWN_FAILURES:,} more, in results.json")

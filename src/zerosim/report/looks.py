@@ -54,7 +54,7 @@ def nested(place: int, count: int, least: float, step: float, most: float) -> fl
     The last is of size ``least``, each before it larger by ``step``, or by less where the first would pass ``most``.
 
     >>> [nested(place, 4, least=2, step=3, most=20) for place in range(4)]
-    [11.0, 8.0, 5.0, 2.0]
+    [11, 8, 5, 2]
     """
     after = count - 1 - place
     return least + after * min(step, (most - least) / max(count - 1, 1))

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from zerosim.bands import MODEL_STATES, WIRES
 from zerosim.records.files import write_whole
-from zerosim.records.results import Check, Results
+from zerosim.records.results import OWN, Check, Results
 from zerosim.report import colors as palette
 from zerosim.report import trace
 from zerosim.report.looks import looks
@@ -34,7 +34,7 @@ from zerosim.report.page_tables import element, summary, tables, written
 SHOWN_FAILURES = 200
 _CLAIMS = {
     Check.SAME_TRAINING: "All schemes hold the same bits on all ranks, after every step.",
-    Check.AS_PREDICTED: "Every byte and every FLOP is as predicted, on every rank, in every step and for every N.",
+    Check.AS_PREDICTED: "Every byte and every FLOP is as predicted, on every rank and in every step.",
 }
 
 
@@ -134,12 +134,18 @@ def _some(count: int, what: str) -> str:
 
 def _head(results: Results) -> Iterator[Tree.Element]:
     settings = results.settings
-    runs = f"{_some(settings.ranks, 'virtual GPU')}: {_some(settings.steps, 'step')}"
+    rows = f" of {_some(settings.batch, 'row')} per rank" if settings.batch else ""
+    runs = f"{_some(settings.ranks, 'virtual GPU')}: {_some(settings.steps, 'step')}{rows}"
+    said = {"data": settings.data, "precision": settings.precision, "wire": settings.wire} | settings.others
+    options = ", ".join(f"{name} {value}" for name, value in said.items() if value)
     card = f", cards of {settings.capacity:,} B" if settings.capacity is not None else ""
+    if settings.host_capacity is not None:
+        card += f", hosts of {settings.host_capacity:,} B for each rank"
+    more = f", parameters are sent in {settings.wire_params}" if settings.wire_params else ""
+    more += f", nodes of {settings.node}" if settings.node else ""
     yield element(
         "p",
-        f"{results.n_params:,} parameters on {runs} of {_some(settings.batch, 'row')} per rank; data {settings.data}, "
-        f"precision {settings.precision}, wire {settings.wire}, gathered by {settings.gather}{card}.",
+        f"{results.n_params:,} parameters on {runs}; {options}, gathered by {settings.gather}{more}{card}.",
         class_="lead",
     )
     yield element("ul", *(_verdict(results, check) for check in _CLAIMS), class_="verdicts")
@@ -155,18 +161,21 @@ def _head(results: Results) -> Iterator[Tree.Element]:
 def _verdict(results: Results, check: str) -> Tree.Element:
     """Whether a check holds, in words, with what it claims."""
     claim, compared = _CLAIMS[Check(check)], len(results.differences)
+    if check == Check.SAME_TRAINING and results.parting():
+        claim = claim.replace("All schemes", "All schemes of one order")
     if count := sum(failure.check == check for failure in results.failures):
         return element("li", element("b", f"✗ {check}: fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
-    word = f"✓ {check}: holds"
+    word, look = f"✓ {check}: holds", "holds"
     if check == Check.SAME_TRAINING:
         claim = f"{claim} {_some(compared, 'comparison')}."
     if nothing := results.nothing_compared(check):  # what holds of nothing is no finding
-        word, claim = f"– {check}: nothing to compare", f"{nothing[0].upper()}{nothing[1:]}."
-    return element("li", element("b", word), f" {claim}", class_="holds")
+        word, look, claim = f"– {check}: nothing to compare", "nothing", f"{nothing[0].upper()}{nothing[1:]}."
+    return element("li", element("b", word), f" {claim}", class_=look)
 
 
 def _foot(results: Results) -> Tree.Element:
+    settings = results.settings
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
-    seeds = f"data seed {results.settings.seed}, model seed {results.settings.model_seed}"
-    widths = "→".join(str(width) for width in results.settings.widths)
-    return element("p", f"Model {widths}; {seeds}. Run on {results.created}. {versions}.", id="provenance")
+    model = "→".join(str(width) for width in settings.widths) or settings.model
+    drawn = "" if settings.data == OWN else f"; data seed {settings.seed}, model seed {settings.model_seed}"
+    return element("p", f"Model {model}{drawn}. Run on {results.created}. {versions}.", id="provenance")

@@ -72,9 +72,13 @@ def _heading(plan: Plan) -> Iterator[str]:
     yield ", ".join(
         [
             rows,
-            f"{question.accumulate} of them a step" if question.accumulate > 1 else "one a step",
+            _step(plan),
             f"checkpointing {question.checkpoint}",
             f"optimizer {question.optimizer}",
+            *(
+                [f"loss in {question.loss}" if question.loss in ("fp32", "bf16") else f"loss {question.loss}"]
+                * bool(model.sequence)
+            ),
             f"convention {question.convention}",
             f"precision {plan.precision}",
         ]
@@ -83,6 +87,18 @@ def _heading(plan: Plan) -> Iterator[str]:
         yield f"card: {f'{question.card}, ' if question.card else ''}{sizes.both(question.memory)}"
     for note in model.notes:
         yield f"[dim]{escape(note)}[/]"
+
+
+def _step(plan: Plan) -> str:
+    """How many micro-batches and tokens a step has on the numbers of GPUs that were asked for."""
+    question, found = plan.question, []
+    for ranks in question.asked:
+        times = question.micro_batches(ranks)
+        text = f"{times:,} of them a step" if times > 1 else "one a step"
+        if plan.model.sequence:
+            text += f" ({times * ranks * question.micro_batch * plan.model.sequence:,} tokens on {ranks:,})"
+        found.append(text)
+    return "; ".join(found)
 
 
 def _overview(plan: Plan) -> Table:

@@ -24,11 +24,12 @@ def lines(plan: Plan) -> Iterator[str]:
     """What was searched for, and what is to blame, in sentences."""
     question = plan.question
     if question.memory:
-        numbers = []
+        numbers: list[str] = []
         for each in plan.smallest:
             found = f"{each.ranks:,}" if each.ranks else f"none up to {each.limit:,}" if each.limit > 1 else "none"
             numbers.append(f"{each.row.name} {found} ({each.states_alone or 'none'})")
-        yield f"[bold]smallest N that fits[/] (by model states alone): {', '.join(numbers)}"
+        if numbers:
+            yield f"[bold]smallest N that fits[/] (by model states alone): {', '.join(numbers)}"
         for ranks in question.asked:
             yield from _at(plan, ranks)
     else:
@@ -57,6 +58,9 @@ def _at(plan: Plan, ranks: int) -> Iterator[str]:
     if first is not None and first.room is not None:
         room = size(question, first.room)
         yield f"[bold]first scheme that fits on {ranks:,}[/]: {first.name}, with {room} to spare"
+    elif any(cell.room is None for cell in plan.at(ranks)):
+        alone = "the model states alone do, and they are all that is counted here"
+        yield f"[bold yellow]whether it fits on {ranks:,} is not known[/]: {alone}"
     else:
         yield f"[bold red]no scheme fits on {ranks:,}[/]"
     rows = [

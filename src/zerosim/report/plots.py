@@ -9,7 +9,6 @@ No pyplot: figures are plain objects, so they need no display and no particular 
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from zerosim.report.figure_style import (
     FAINT,
     INK,
     each_value,
+    encoded,
     headline,
     label_end,
     legend,
@@ -52,11 +52,8 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
     """Write each figure to ``folder`` as NAME.png, whole or not at all. OSError if that cannot be."""
     paths = []
     for name, figure in figures.items():
-        content = io.BytesIO()
-        with styled():
-            figure.savefig(content, format="png", dpi=150)
         paths.append(folder / f"{name}.png")
-        write_whole(paths[-1], content.getvalue())
+        write_whole(paths[-1], encoded(figure, "png"))
     return paths
 
 
@@ -94,7 +91,7 @@ def memory(results: Results) -> Figure:
             axes.plot(ranks, predicted, "x", color=INK, markersize=4, zorder=5, label=f"{label}, predicted")
             ends.append(label_end(axes, ranks[-1], y[-1], f"{label}: {y[-1]:.5g}", look.color))
     axes.set_title(_as_predicted(rows, "resident", "peak_without_activations"))
-    found = _finding(rows, "resident", results.n_params, ".5g", [names[0], names[-1]])
+    found = _finding(rows, "resident", results.n_params, ".5g", extremes=True)
     headline(figure, f"Bytes per parameter at rest{found}")
     legend(
         figure,
@@ -142,7 +139,7 @@ def traffic(results: Results) -> Figure:
         )  # fmt: skip
         ends.append(label_end(axes, ranks[-1], y[-1], f"{name}: {y[-1]:.4g}", look.color))
     axes.set_title(_as_predicted(rows, "sent"))
-    headline(figure, f"Traffic{_finding(rows, 'sent', unit, '.4g', names)}")
+    headline(figure, f"Traffic{_finding(rows, 'sent', unit, '.4g')}")
     legend(
         figure,
         Line2D([], [], color=FAINT, label="predicted, padding left out: 2(N−1)/N and 3(N−1)/N"),
@@ -176,13 +173,15 @@ def _by_scheme(results: Results, rows: Iterable[SweepRow]) -> Iterator[tuple[str
             yield record.name, [row.ranks for row in mine], mine
 
 
-def _finding(rows: Sequence[SweepRow], quantity: str, unit: int, form: str, names: Iterable[str]) -> str:
-    """A quantity at the largest N under each of the schemes."""
-    most = max((row.ranks for row in rows), default=0)
-    last = {row.scheme: getattr(row, quantity) for row in rows if row.ranks == most and row.scheme in names}
+def _finding(rows: Sequence[SweepRow], quantity: str, unit: int, form: str, *, extremes: bool = False) -> str:
+    """A quantity at the largest N under each of the schemes, or where it is most and least."""
+    top = max((row.ranks for row in rows), default=0)
+    last = {row.scheme: getattr(row, quantity) for row in rows if row.ranks == top}
     if not last:
         return ": every run was out of memory"
-    return f" on {ranks_text(most)}: {each_value(last, lambda count: format(count / unit, form))}"
+    if extremes:
+        last = {name: value for name, value in last.items() if value in (max(last.values()), min(last.values()))}
+    return f" on {ranks_text(top)}: {each_value(last, lambda count: format(count / unit, form))}"
 
 
 def _as_predicted(rows: Sequence[SweepRow], *quantities: str) -> str:
@@ -229,16 +228,28 @@ def loss(results: Results) -> Figure:
         count = f"{differing:,} values differ, over all ranks and steps"
         if not differing:
             count = "0 differing bits over all ranks, in every step"
-        below.set_title(f"Against {results.differences[0].scheme}: {count}")
+        first = "the first of each order" if results.between_orders else results.differences[0].scheme
+        below.set_title(f"Against {first}: {count}")
     trained = [record for record in results.schemes if record.steps]
-    curves = {tuple(each.loss for each in record.steps) for record in trained}
+    curves = {(results.settings.order(record.row), tuple(each.loss for each in record.steps)) for record in trained}
+    orders = {order for order, _ in curves}
     if len(trained) < 2:
         finding = f"{trained[0].name} alone has memory enough" if trained else "every scheme is out of memory"
-    elif len(curves) > 1 or differing:
+    elif len(curves) > len(orders) or differing:
         finding = "the schemes do not learn the same"
+    elif len(orders) > 1:
+        finding = f"{len(trained)} schemes of {len(orders)} orders, in each of which all weights are the same bits"
     else:
         finding = f"{len(trained)} schemes, one curve, the same weights bit for bit"
     headline(figure, f"Training on {ranks_text(results.settings.ranks)}: {finding}")
-    legend(figure, *above.get_lines())
+    legend(figure, *(_key(line) for line in above.get_lines()))
     settle(figure)
     return figure
+
+
+def _key(line: Line2D) -> Line2D:
+    """What stands for a line in a legend, where it need not be so broad."""
+    return Line2D(
+        [], [], color=line.get_color(), label=line.get_label(), linestyle=line.get_linestyle(),
+        linewidth=min(line.get_linewidth(), 8), solid_capstyle="round",
+    )  # fmt: skip

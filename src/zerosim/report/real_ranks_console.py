@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from itertools import product
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from zerosim.bands import WIRES, Band
-from zerosim.records.real_ranks import Corroboration, Flow, RankRecord, Run
-from zerosim.report.tables import number_table
+from zerosim.records.real_ranks import CHECKS, NAMESPACE, Corroboration, Flow, RankRecord, Run
+from zerosim.report.tables import number_table, screen
 from zerosim.util import sizes
 
-SHOWN_FAILURES = 20
 METERS = {"process": "/proc/self/io", "sockets": "the TCP sockets"}
-SHORT = {"process": "by /proc", "sockets": "by sockets"}
+SHORT = {"process": "by\n/proc", "sockets": "by\nsocket"}
+WIDTH, UNKNOWN = 80, "?"
 
 
-def show(found: Corroboration, out: Path, console: Console | None = None) -> None:
-    """Print everything that was found, the verdicts last."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(file=console.file, highlight=False, width=120)
+def show(found: Corroboration, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print everything that was found: the verdicts, what is behind them, then the tables.
+
+    Of failures the first is named, which may have caused the others; ``verbose`` names all.
+    """
+    console = screen(console, width=WIDTH)
     settings = found.settings
     console.print(
         f"\n[bold]{found.n_params:,} parameters on {settings.ranks} real ranks[/], {settings.steps} steps of "
-        f"{settings.batch} rows per rank; torch {found.versions.get('torch', '?')}, {settings.backend}, over "
-        f"{', '.join(found.addresses) or 'no TCP socket'}"
+        f"{settings.batch} samples per rank; torch {found.versions.get('torch', '?')}, {settings.backend}, over "
+        f"{', '.join(found.addresses) or 'no TCP socket'}\n"
     )
     runs = [run for run in found.runs if run.ranks]  # of which a step was completed
+    _verdicts(found, runs, console, verbose)
     for table in (_bits(found, runs), _sent(found, runs), _received(found, runs), *_memory(found, runs), _times(runs)):
         if table.row_count:
             console.print()
             console.print(table)
-    _verdicts(found, runs, out, console)
 
 
 def _marked(text: str, wrong: bool) -> str:
@@ -45,24 +47,20 @@ def _bits(found: Corroboration, runs: Sequence[Run]) -> Table:
     precisions = found.settings.precisions
     table = number_table(
         "Elements whose bits differ from the simulator's, and the last loss",
-        "scheme", "collectives", "compared", *precisions, *(f"loss, {precision}" for precision in precisions),
-        caption="Compared are params, master, exp_avg and exp_avg_sq, padding too, on every rank after every step.",
+        "scheme", "over", "compared", "differ", *(f"loss,\n{precision}" for precision in precisions),
+        caption="Compared are all model states, padding too, on every rank, at the start and after every step. "
+        "Over: our ring, or the backend's native collectives.",
         left=2, tight=True,
     )  # fmt: skip
     by_precision = {(run.scheme, run.collectives, run.precision): run for run in runs}
     for scheme, collectives in dict.fromkeys((run.scheme, run.collectives) for run in runs):
         here = [by_precision.get((scheme, collectives, precision)) for precision in precisions]
-        compared = sum(sum(run.compared.values()) for run in here if run)
-        cells = *(_differing(run) for run in here), *(_loss(run) for run in here)
-        table.add_row(scheme, collectives, f"{compared:,}", *cells)
+        compared, differing = (
+            sum(sum(getattr(run, which).values()) for run in here if run) for which in ("compared", "differing")
+        )
+        differ = _marked(f"{differing:,}", differing > 0) if compared else "–"
+        table.add_row(scheme, collectives, f"{compared:,}", differ, *map(_loss, here))
     return table
-
-
-def _differing(run: Run | None) -> str:
-    if run is None or not any(run.compared.values()):
-        return "–"
-    differing = sum(run.differing.values())
-    return _marked(f"{differing:,}", differing > 0)
 
 
 def _loss(run: Run | None) -> str:
@@ -72,8 +70,10 @@ def _loss(run: Run | None) -> str:
 def _sent(found: Corroboration, runs: Sequence[Run]) -> Table:
     return _traffic(
         found, runs, "Bytes that the busiest rank sends in a step", lambda rank: rank.sent, ("process", "sockets"),
-        "P: all parameters once, times (N-1)/N. Handed: to torch, what is for others of it. Moved: what the backend "
-        "makes of it. Rest: what the kernel counted and nothing explains, over all ranks and steps.",
+        "P: all parameters once, times (N-1)/N. Handed: to torch, what is for others of it; red if that is not the "
+        "simulator's count and the rank's. Moved: what the backend makes of it. Kernel: that with its framing. Rest: "
+        "what the kernel counted and nothing explains, over all ranks and steps: of what a rank writes (by /proc) and "
+        "of what its open TCP connections carry (by socket). ?: not measured.",
     )  # fmt: skip
 
 
@@ -91,27 +91,27 @@ def _traffic(
     """One way of the traffic; precisions whose numbers are the same share a row."""
     table = number_table(
         title,
-        "scheme", "collectives", "precision", "simulated", "handed", "in P", "moved", "in P", "framing", "kernel",
+        "scheme", "over", "handed,\nin P", "moved,\nin P", "moved", "kernel",
         *(f"rest,\n{SHORT[meter]}" for meter in meters),
-        caption=caption, left=3, tight=True,
+        caption=caption, left=2, tight=True,
     )  # fmt: skip
     rows: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         flows = [flow(rank) for rank in run.ranks]
         busiest = max(flows, key=lambda each: each.moved[-1] + each.framing[-1])
-        handed, moved = busiest.handed[-1], busiest.moved[-1]
+        handed, moved, unit = busiest.handed[-1], busiest.moved[-1], _unit(found, run)
         counted = next((busiest.kernel[meter][-1] for meter in meters if meter in busiest.kernel), None)
         row = (
-            run.scheme, run.collectives, f"{busiest.simulated[-1]:,}",
-            _marked(f"{handed:,}", not busiest.simulated == busiest.booked == busiest.handed),
-            f"{handed / _unit(found, run):.2f}", f"{moved:,}", f"{moved / _unit(found, run):.2f}",
-            f"{busiest.framing[-1]:,}", "not measured" if counted is None else f"{counted:,}",
+            run.scheme, run.collectives,
+            _marked(f"{handed / unit:.2f}", not busiest.simulated == busiest.booked == busiest.handed),
+            f"{moved / unit:.2f}", f"{moved:,}",
+            UNKNOWN if counted is None else f"{counted:,}",
             *(_unexplained(flows, meter) for meter in meters),
         )  # fmt: skip
         rows.setdefault(row, []).append(run.precision)
     for (scheme, collectives, *numbers), precisions in rows.items():
-        every = len(precisions) > 1 and precisions == found.settings.precisions
-        table.add_row(scheme, collectives, "all" if every else ", ".join(precisions), *numbers)
+        every = precisions == found.settings.precisions
+        table.add_row(scheme if every else f"{scheme}, {', '.join(precisions)}", collectives, *numbers)
     return table
 
 
@@ -127,7 +127,7 @@ def _unexplained(flows: Iterable[Flow], meter: str) -> str:
     total = 0
     for flow in flows:
         if meter not in flow.kernel:
-            return "not measured"
+            return UNKNOWN
         each = zip(flow.kernel[meter], flow.moved, flow.framing, strict=True)
         total += sum(abs(counted - moved - framing) for counted, moved, framing in each)
     return _marked(f"{total:,}", total > 0)
@@ -135,11 +135,11 @@ def _unexplained(flows: Iterable[Flow], meter: str) -> str:
 
 def _memory(found: Corroboration, runs: Sequence[Run]) -> list[Table]:
     tables = []
-    for precision in found.settings.precisions:
-        here = [run for run in runs if run.precision == precision]
+    for precision, collectives in product(found.settings.precisions, found.settings.collectives):
+        here = [run for run in runs if (run.precision, run.collectives) == (precision, collectives)]
         table = number_table(
-            f"Bytes that a rank holds, {precision}",
-            "at the peak", *(f"{run.scheme.replace(' ', chr(10))}\n{run.collectives}" for run in here),
+            f"Bytes that a rank holds, {precision}, {collectives}",
+            "at the peak", *(run.scheme.replace(" ", "\n") for run in here),
             caption="As the ranks counted them; red if one's are not the simulator's. Process: largest resident set, "
             "Python and torch included.",
             tight=True,
@@ -148,7 +148,7 @@ def _memory(found: Corroboration, runs: Sequence[Run]) -> list[Table]:
             table.add_row(band, *(_held([rank.peak for rank in run.ranks], run.peak, band) for run in here))
         table.add_row("all", *(f"{sum(run.ranks[0].peak.values()):,}" for run in here), end_section=True)
         table.add_row("at rest", *(_at_rest(run) for run in here))
-        table.add_row("process", *(sizes.text(max(rank.rss for rank in run.ranks)) for run in here))
+        table.add_row("process", *(sizes.text(max(rank.memory for rank in run.ranks)) for run in here))
         if here:
             tables.append(table)
     return tables
@@ -166,53 +166,66 @@ def _at_rest(run: Run) -> str:
 def _times(runs: Sequence[Run]) -> Table:
     table = number_table(
         "Milliseconds of a step on the rank that took longest",
-        "scheme", "collectives", "precision", "min", "median", "max", "compute", "communication", "steps",
-        caption="Over the steps of a run; compute and communication are medians. Waiting for a slower rank is\n"
-        "communication, and where ranks outnumber processors, so is waiting for a processor.",
+        "scheme", "over", "precision", "min", "median", "max", "compute", "sending", "steps",
+        caption="Over the steps of a run; compute and sending are medians. Waiting for a slower rank is sending, and "
+        "where ranks outnumber processors, so is waiting for a processor.",
         left=3, tight=True,
     )  # fmt: skip
     for run in runs:
-        totals = sorted(each.total for each in run.times)
-        middle = len(totals) // 2
-        table.add_row(
-            run.scheme, run.collectives, run.precision,
-            *(f"{1e3 * each:.2f}" for each in (totals[0], totals[middle], totals[-1])),
-            f"{1e3 * sorted(each.compute for each in run.times)[middle]:.2f}",
-            f"{1e3 * sorted(each.communication for each in run.times)[middle]:.2f}",
-            str(len(totals)),
+        totals = [each.total for each in run.times]
+        seconds = (
+            min(totals), median(totals), max(totals), median(each.compute for each in run.times),
+            median(each.communication for each in run.times),
         )  # fmt: skip
+        table.add_row(
+            run.scheme, run.collectives, run.precision, *(f"{1e3 * each:.2f}" for each in seconds), str(len(totals))
+        )
     return table
 
 
-def _verdicts(found: Corroboration, runs: Sequence[Run], out: Path, console: Console) -> None:
-    """Each check's verdict, what was not measured, the failures by name, and where it is written."""
-    console.print()
+def _verdicts(found: Corroboration, runs: Sequence[Run], console: Console, verbose: bool) -> None:
+    """Each check's verdict, the cause if something failed, and what was not measured."""
     failed = {failure.check for failure in found.failures}
     compared = sum(sum(run.compared.values()) for run in runs)
     counters = ["the simulator", "the ranks' ledgers", "the calls to torch"]
     counters += [where for meter, where in METERS.items() if meter not in found.unmeasured]
-    for check, claim in (
-        ("bits", f"every rank holds what the simulator says, after every step: {compared:,} elements, as raw bits"),
-        ("losses", "the mean over ranks is the simulator's, to the last bit"),
-        ("bytes", f"the same according to {', '.join(counters[:-1])} and {counters[-1]}, none unexplained"),
-        ("memory", "every rank holds what the simulator says, band by band, at rest and at the peak"),
-    ):
+    if not found.complete:
+        console.print("[bold red]incomplete[/]: ", end="")
+        console.print(f"{found.ended} What was found before is kept.", markup=False)
+    for check, claim in CHECKS.items():
         verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"
-        verdict += "" if found.complete else ", as far as it went"
         console.print(f"{check} {verdict if runs else '[bold]not measured[/]'}: {claim}")
+    _failures(found, console, verbose)
+    if runs:
+        counts = f"{', '.join(counters[:-1])} and {counters[-1]}"
+        console.print(f"Compared: {compared:,} elements; bytes by {counts}.")
+    if found.errors and not verbose:
+        console.print(f"What {len(found.errors)} other ranks said of it: --verbose, or corroborate.json.")
+    for rank, text in found.errors.items() if verbose else ():
+        console.print(f"  rank {rank} said: {text}", markup=False)
     for name, why in found.unmeasured.items():
         what = f"bytes by {METERS[name]}" if name in METERS else f"{name} on native collectives"
+        what = "connections opened and datagrams sent" if name == NAMESPACE else what
         console.print(f"{what} [bold]not measured[/]: {why}")
+    if any(found.elsewhere.values()):
+        console.print(
+            f"During the steps this network namespace opened {found.elsewhere['opened']:,} connections and sent "
+            f"{found.elsewhere['datagrams']:,} datagrams, by whomever: what they carried no rank's count covers."
+        )
     if any(rank.sent.moved != rank.sent.handed for run in runs for rank in run.ranks):
         console.print(
             "gloo's own reduce-scatter is an all-reduce of which each rank keeps a slice: it moves twice what the "
             "textbook says, so that ZeRO-1, -2 and -3 send 3, 3 and 4 P instead of 2, 2 and 3."
         )
-    for failure in found.failures[:SHOWN_FAILURES]:
+
+
+def _failures(found: Corroboration, console: Console, verbose: bool) -> None:
+    """The failure that comes first, in the order in which one can cause another, and how many there are besides."""
+    order = list(CHECKS)
+    first = [failure for failure in found.failures if failure.scheme == found.failures[0].scheme]
+    failures = sorted(first, key=lambda failure: (failure.step, order.index(failure.check)))
+    failures += found.failures[len(first) :]
+    for failure in failures[: len(failures) if verbose else 1]:
         console.print(f"  {failure}", style="red", markup=False)
-    if len(found.failures) > SHOWN_FAILURES:
-        console.print(f"  and {len(found.failures) - SHOWN_FAILURES:,} more, in corroborate.json")
-    if not found.complete:
-        console.print("[bold red]incomplete[/]: ", end="")
-        console.print(f"{found.ended} What was found before is kept.", markup=False)
-    console.print(f"written to {out}/: corroborate.json", markup=False)
+    if len(failures) > 1 and not verbose:
+        console.print(f"  and {len(failures) - 1:,} more, which may follow from it: --verbose, or corroborate.json")

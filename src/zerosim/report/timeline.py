@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
 from zerosim.bands import MODEL_STATES, Band
-from zerosim.records.results import Results, SchemeRecord
+from zerosim.records.results import OutOfMemoryRecord, Results, SchemeRecord
 from zerosim.report import colors as palette
 from zerosim.report.figure_style import (
     INK,
@@ -47,7 +47,7 @@ def timeline(results: Results) -> Figure:
     for (above, below), record, held in zip(pairs, results.schemes, levels, strict=True):
         labels += _column(figure, above, below, record, held, look_of[record.name])
     short = [record for record in results.schemes if record.out_of_memory]
-    needed = [sum(each.held.values()) + each.asked for record in short if (each := record.out_of_memory)]
+    needed = [_asked_on_card(each) for record in short if (each := record.out_of_memory)]
     for above, below in pairs[:: _columns(len(pairs))]:
         _shared_scale(above, "bytes held by each rank", [*(max(_totals(held, Band)) for held in levels), *needed])
         _shared_scale(below, "of which transient", [max(_totals(held, _TRANSIENT)) for held in levels])
@@ -56,12 +56,14 @@ def timeline(results: Results) -> Figure:
     if short:
         names = listed([record.name for record in short])
         finding = f"out of memory under {names}"
-        if (capacity := results.settings.capacity) is not None:
+        on_cards = {record.out_of_memory.place for record in short if record.out_of_memory} == {"card"}
+        if on_cards and (capacity := results.settings.capacity) is not None:
             lines = [above.axhline(capacity, color=INK, linestyle="--", label="the card") for above, _ in pairs]
             keys.append(lines[0])
             finding = f"a card of {sizes.text(capacity)} is not enough for {names}"
     else:
-        peaks = {record.name: record.steps[-1].peak.total for record in (results.schemes[0], results.schemes[-1])}
+        peaks = {record.name: record.steps[-1].peak.total for record in results.schemes}
+        peaks = {name: total for name, total in peaks.items() if total in (max(peaks.values()), min(peaks.values()))}
         finding = f"at its peak a rank holds {each_value(peaks, sizes.text)}"
     headline(figure, f"One step on {ranks_text(results.settings.ranks)}: {finding}")
     legend(figure, *keys)
@@ -127,7 +129,7 @@ def _levels(record: SchemeRecord) -> dict[str, list[int]]:
     if record.steps:
         held = record.steps[-1].resident
     elif record.out_of_memory:  # whatever else it held, the step that failed brought, and its events say so
-        held = {band: record.out_of_memory.held.get(band, 0) for band in MODEL_STATES}
+        held = {band: record.out_of_memory.on_card.get(band, 0) for band in MODEL_STATES}
     levels = {str(band): [held.get(band, 0)] for band in Band}
     for event in record.events:
         sign = {"hold": 1, "free": -1}.get(event.kind, 0)
@@ -166,15 +168,21 @@ def _mark(figure: Figure, above: Axes, below: Axes, record: SchemeRecord, totals
     height = max(totals)
     at, text = totals.index(height), sizes.text(height)
     if record.out_of_memory:
-        held = sum(record.out_of_memory.held.values())
+        held = sum(record.out_of_memory.on_card.values())
         at = max((event for event, total in enumerate(totals) if total == held), default=at)
-        height = held + record.out_of_memory.asked
+        height = _asked_on_card(record.out_of_memory)
         text = f"+{sizes.text(record.out_of_memory.asked)} {record.out_of_memory.band}"
+        text += " (host)" if record.out_of_memory.place == "host" else ""
     below.axvline(at + 0.5, color=INK, linewidth=0.8, linestyle=":")
     above.vlines(at + 0.5, 0, height, color=INK, linewidth=0.8, linestyle=":")
     above.plot(at + 0.5, height, marker="X" if record.out_of_memory else "o", color=INK, markersize=4, clip_on=False)
     over = offset_copy(above.transData, figure, y=3, units="points")
     return above.text(at + 0.5, height, text, transform=over, ha="center")
+
+
+def _asked_on_card(shortage: OutOfMemoryRecord) -> int:
+    """What the card would have had to hold."""
+    return sum(shortage.on_card.values()) + (shortage.asked if shortage.place == "card" else 0)
 
 
 def _fate(record: SchemeRecord) -> str:

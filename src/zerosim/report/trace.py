@@ -68,14 +68,14 @@ def start(resident: Mapping[str, int], shortage: OutOfMemoryRecord | None) -> di
     """
     if resident or shortage is None:
         return dict(resident)
-    return {band: shortage.held[band] for band in MODEL_STATES if band in shortage.held}
+    return {band: shortage.on_card[band] for band in MODEL_STATES if band in shortage.on_card}
 
 
 def until_out_of_memory(events: Sequence[EventRecord], shortage: OutOfMemoryRecord | None) -> list[EventRecord]:
     """A log without what was given back after the run had ended for want of memory."""
     if shortage is None:
         return list(events)
-    held = sum(shortage.held.values())
+    held = sum(shortage.on_card.values())
     return list(events[: max((number for number, event in enumerate(events, 1) if event.held == held), default=0)])
 
 
@@ -125,6 +125,7 @@ def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
         shortage = record.out_of_memory
         label = f"out of memory: {shortage.asked} B of {shortage.band} asked"
         label += f" for {shortage.unit}" if shortage.unit else ""
+        label += " on the host" if shortage.place == "host" else ""
         last = events[-1].seconds if events else 0.0
         pieces.append((last, "compute", {"ph": "i", "s": "p", "name": label, "cat": "memory"}))
     # The sort is stable, so that of two entries of one instant the one that ends comes before the one that begins.

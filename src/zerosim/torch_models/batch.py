@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array
-from zerosim.torch_models.intercept import arguments, map_tensors
 from zerosim.torch_models.tensors import packed, unpacked
+from zerosim.torch_models.trees import arguments, map_tensors
 from zerosim.torch_models.units import numpy_dtype
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerosim.torch_models.units import local_names
+from zerosim.torch_models.slots import local_names
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 

@@ -14,7 +14,8 @@ import torch
 from zerosim.torch_models.copies import bound
 from zerosim.torch_models.layering import LayerPlan
 from zerosim.torch_models.program import Program, run
-from zerosim.torch_models.units import Unit, local_names, slots_of
+from zerosim.torch_models.slots import local_names, slots_of
+from zerosim.torch_models.units import Unit
 
 
 class Executor:
@@ -76,7 +77,7 @@ class Executor:
         return leaves, {index: values[index] for index in layer.outs}, assigned
 
     def constants(self, program: Program, layer: LayerPlan) -> dict[Hashable, torch.Tensor]:
-        """Tensors that are there whatever happens, and so are never kept: a module's own that are no buffers, a mask say."""
+        """Tensors that are there whatever happens, and are never kept: a module's own that are no buffers, say."""
         found: dict[Hashable, torch.Tensor] = {("attribute", *key): each for key, each in self._attributes.items()}
         for index in layer.constants:
             number = program.tensors[index].store

@@ -13,7 +13,8 @@ import torch
 
 from zerosim.layers import Group, Role
 from zerosim.torch_models.layering import Layering, LayerPlan
-from zerosim.torch_models.units import Slot, local_names, numpy_dtype, slots_of
+from zerosim.torch_models.slots import Slot, local_names, slots_of
+from zerosim.torch_models.units import numpy_dtype
 
 _ROLES = list(Role)
 _SUFFIX = {Role.TRAINABLE: "", Role.FROZEN: " frozen", Role.BUFFER: " buffers"}

@@ -1,51 +1,58 @@
-"""Running a torch module with the calls of some of its modules in other hands.
+"""Running a torch module with its units in other hands: what each is called with, and by whom it is fed.
 
-Owns the interception, hooks included, and how arguments are given. Must not know what is done with the calls.
+Owns the interception of the units' forward. Must not know what is measured of a unit, nor the worlds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-Run = Callable[..., Any]
-T = TypeVar("T")
+from zerosim.torch_models.units import Unit
+
+Forward = Callable[..., Any]
+Intercept = Callable[[Unit, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
-def intercepted(
-    modules: Sequence[tuple[T, torch.nn.Module]], call: Callable[[T, Run, tuple[Any, ...], dict[str, Any]], Any]
-) -> Iterator[None]:
-    """Within the block ``call(which, run, args, kwargs)`` answers wherever one of the modules is called.
-
-    ``run`` is what would have been called, with the module's hooks.
-    """
+def intercepted(module: torch.nn.Module, units: Sequence[Unit], call: Intercept) -> Iterator[None]:
+    """Within the block, ``call(unit, forward, args, kwargs)`` answers wherever ``module`` calls one of its units."""
     patched = []
     try:
-        for which, module in modules:
-            patched.append((module, module._compiled_call_impl))
-            module._compiled_call_impl = _answering(call, which, module._call_impl)
+        for unit in units:
+            if unit.container:
+                continue
+            target = module.get_submodule(unit.path)
+            before = vars(target).get("forward")
+            patched.append((target, before))
+            target.forward = _answering(call, unit, target.forward)
         yield
     finally:
-        for module, before in patched:
-            module._compiled_call_impl = before
+        for target, before in patched:
+            if before is None:
+                del target.forward
+            else:
+                target.forward = before
 
 
-def _answering(call: Callable[..., Any], which: T, run: Run) -> Run:
-    return lambda *args, **kwargs: call(which, run, args, kwargs)
+def _answering(call: Intercept, unit: Unit, forward: Forward) -> Forward:
+    return lambda *args, **kwargs: call(unit, forward, args, kwargs)
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and named arguments that ``inputs`` stands for: a tuple, a mapping, or one alone."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
-
-
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The same tree with ``function`` of each tensor in its place."""
-    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+def origins(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The leaf tensors that ``tensor`` was computed from and to which its gradient goes; itself, if it is one."""
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found, seen, todo = [], set(), [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return found

@@ -16,9 +16,9 @@ from zerosim.bands import Array
 from zerosim.ranks import Workspace
 from zerosim.torch_models.batch import target_of
 from zerosim.torch_models.op_counters import counting
-from zerosim.torch_models.program import tensors
 from zerosim.torch_models.saved_tensors import SavedTensors
 from zerosim.torch_models.tensors import Carried, Gradients, Held
+from zerosim.torch_models.trees import tensors
 
 Loss = Callable[[Any, Any], Any]
 

@@ -1,303 +1,266 @@
-"""Running the layers of a torch module without values, and what is seen of each.
+"""One forward of a torch module without values, unit by unit, and what is seen of each.
 
-Owns how a layer is measured: what its forward keeps, gives and costs, and to which earlier ones
-its backward sends gradients. Layers that do the same are measured once. Must not know the schedule.
+Owns how a unit is measured where the module calls it, whom its gradients go to, and to whom
+what happens between units is booked. Must not know the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
 
-from zerosim.layers import Group, Role
-from zerosim.torch_models.execution import Executor
-from zerosim.torch_models.groups import Part
-from zerosim.torch_models.layering import Layering, LayerPlan
-from zerosim.torch_models.losses import Loss, check_value
-from zerosim.torch_models.op_counters import Fused, Watch
-from zerosim.torch_models.program import Kind, Known, Ref, tensors
-from zerosim.torch_models.saved_tensors import Kept, SavedTensors, total
-from zerosim.torch_models.tensors import extent
-from zerosim.torch_models.units import numpy_dtype
-from zerosim.worlds.model_shapes import Feed, Tensor, UnitShapes
-
-Layout = tuple[tuple[int, ...], tuple[int, ...], Any]
-"""How a gradient lies in memory: size, strides and dtype."""
+from zerosim.torch_models.alike import Alike
+from zerosim.torch_models.costs import Cost, cost_of, elements, shape_of
+from zerosim.torch_models.intercept import intercepted, origins
+from zerosim.torch_models.losses import Loss
+from zerosim.torch_models.op_counters import Flops, Fused, Watch
+from zerosim.torch_models.saved_tensors import SavedTensors, is_dense
+from zerosim.torch_models.trees import map_tensors, tensors
+from zerosim.torch_models.units import Unit
+from zerosim.worlds.model_shapes import UnitShapes
 
 
 @dataclass
-class Cost:
-    """What one run of a layer came to."""
+class _Call:
+    """One call of a unit, and the outputs that the module was given in place of its own.
 
-    saved: tuple[Tensor, ...] = ()
-    recomputed: tuple[Tensor, ...] = ()
-    forward_flops: int = 0
-    backward_flops: int = 0
-    recompute_flops: int = 0
-    forward_temporaries: int = 0
-    backward_temporaries: int = 0
+    ``around`` is what the containers did between this call and the next.
+    """
 
-
-@dataclass
-class _Measured:
-    """A cost, and the gradients of what came in, in the order in which that came in."""
-
+    unit: Unit
+    name: str
     cost: Cost = field(default_factory=Cost)
-    grads: list[Layout | None] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    feeds: set[int] = field(default_factory=set)
+    around: Cost = field(default_factory=Cost)
+    kept_before: int = 0  # how many storages the containers had kept by then
 
 
-def kernels_of(kernels: str) -> tuple[Any, ...]:
-    """The settings under which a module runs without values: as on a GPU, or as the simulator's CPU has it."""
-    return torch.device("meta"), torch.enable_grad(), Fused(kernels)
-
-
-class MetaRun:
-    """All layers of a module without values, and its loss; ``module`` is the copy that was recorded."""
+class Run:
+    """One forward of a module without values, unit by unit."""
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        layering: Layering,
-        parts: Sequence[Sequence[Part]],
-        *,
-        compute: Any,
-        checkpoint: str,
-        kernels: str,
-    ) -> None:
-        self._program, self._layers, self._parts = layering.program, layering.layers, parts
-        self._compute, self._checkpoint, self._kernels = compute, checkpoint, kernels
-        self._executor = Executor(module)
-        self.groups: list[Group] = list(dict.fromkeys(part.group for own in parts for part in own))
-        self._layer_of = {index: number for number, layer in enumerate(self._layers) for index in layer.outs}
-        self._pending: dict[int, Layout] = {}  # the gradients that are under way
-        self._known: dict[Any, _Measured] = {}
+        self, module: torch.nn.Module, units: Sequence[Unit], given: Sequence[torch.Tensor], checkpoint: str,
+        idle: bool = False, writable: bool = False,
+    ) -> None:  # fmt: skip
+        self._module, self._units, self._checkpoint = module, units, checkpoint
+        self._idle, self._writable = idle, writable
+        self.idle: list[Unit] = []  # units that the forward pass does not reach
+        self.groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
+        # What containers hold themselves is there from the beginning.
+        self.calls = [_Call(unit, unit.name) for unit in units if unit.container]
+        self._around = self.calls[-1].around if self.calls else Cost()
+        self._known: dict[Any, tuple[Cost, set[str]]] = {}
+        self._alike, self._seen = Alike(), dict[Any, tuple[Cost, set[str], Any, set[str | int]]]()
+        self._producers: dict[int, int] = {}  # the call that gave an output, by the output's id
+        self._flops, self._outside = Flops(), 0
+        self._walked: set[Any] = set()
+        self._saved = SavedTensors({f"input {index}": tensor for index, tensor in enumerate(given)}, hold=True)
+        for unit in units:
+            for part in unit.parts:
+                for name, tensor in zip(part.names, part.tensors, strict=True):
+                    self._saved.know(f"{unit.name}.{name}" if not unit.container else "", tensor)
 
-    def loss(self, loss: Loss, target: Any) -> UnitShapes:
-        """What the loss keeps and costs, and whose gradients it begins with."""
-        memory = self._memory(self._program.returns)
-        leaves = self._leaves(memory)
-        there = {("memory", number): each for number, each in memory.items()}
-        there |= {("target", number): each for number, each in enumerate(_tensors(target))}
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module returns for these inputs."""
         with ExitStack() as stack:
-            for context in kernels_of(self._kernels):
+            for context in (*_settings(), self._flops):
                 stack.enter_context(context)
-            watch = stack.enter_context(Watch(there.values()))
-            saved = SavedTensors(there, hold=True)
-            with saved.recording():
-                value = loss(self._program.returned(leaves), target)
-            check_value("measure", value, leaves.values())
-            needing = {index: leaf for index, leaf in leaves.items() if leaf.requires_grad}
-            cost, grads = _cost(saved, {}, [value], [torch.empty_like(value)], list(needing.values()), watch)
-        feeds = self._feed(list(needing), grads)
-        return UnitShapes(name="loss", feeds=feeds, **vars(cost))
+            stack.enter_context(intercepted(self._module, self._units, self._call))
+            with self._saved.recording():
+                output = self._module(*args, **kwargs)
+            self._left_containers(_found(output))
+        called = {call.unit for call in self.calls}
+        for unit in self._units:
+            if not unit.parts or unit in called or self._shared(unit, called):
+                continue
+            self.idle.append(unit)
+            if not self._idle:
+                raise ValueError(
+                    f"measure(wrap): the forward pass never calls {unit.name}, though it has parameters or buffers. "
+                    f"Match a module around it that is called, or leave it out of the model."
+                )
+        return output
 
-    def output(self) -> Any:
-        """What the module returns."""
-        return self._program.returned(self._leaves(self._memory(self._program.returns)))
+    def _shared(self, unit: Unit, called: set[Unit]) -> bool:
+        """Whether all that a unit has is used by others, which are called: a tied embedding that is not itself."""
+        used = {id(tensor) for other in called for part in other.parts for tensor in part.tensors}
+        return all(id(tensor) in used for part in unit.parts for tensor in part.tensors)
+
+    def loss(self, loss: Loss, output: Any, target: torch.Tensor) -> UnitShapes:
+        """What the loss keeps and costs, and which calls its gradient goes to."""
+        found = [tensor for tensor in _found(output) if tensor.requires_grad]
+        there = {f"y{index}": tensor for index, tensor in enumerate([*found, target])}
+        with ExitStack() as stack:
+            for context in _settings():
+                stack.enter_context(context)
+            watch = stack.enter_context(Watch([*there.values(), *self._owned()]))
+            record = SavedTensors(there, hold=True)
+            with record.recording():
+                value = loss(output, target)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+                raise ValueError(
+                    f"measure(loss): must return one number that depends on a trainable parameter; got {value!r}."
+                )
+            cost, grads = _cost(record, {}, [value], found, watch)
+        self._take(record.touched, {name: tensor for name, tensor in there.items() if tensor is not target})
+        used = [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None]
+        return UnitShapes(name="loss", feeds=self._feeds(used), **vars(cost))
 
     def units(self) -> list[UnitShapes]:
-        """What was seen of each layer, once the loss has been."""
-        found = []
-        for layer, parts in zip(reversed(self._layers), reversed(self._parts), strict=True):
-            found.append(self._unit(layer, parts))
-            for index in layer.outs:
-                self._pending.pop(index, None)
-        return found[::-1]
-
-    def _unit(self, layer: LayerPlan, parts: Sequence[Part]) -> UnitShapes:
-        selective = self._checkpoint == "selective" and layer.matched
-        key = (selective, self._signature(layer, parts))
-        if key not in self._known:
-            self._known[key] = self._measure(layer, parts, selective)
-        measured = self._known[key]
-        return UnitShapes(
-            name=layer.name,
-            groups=tuple(self.groups.index(part.group) for part in parts),
-            outputs=tuple(self._shape(number, layer.outs) for number in layer.holds),
-            feeds=self._feed(layer.ins, measured.grads),
-            checkpointed=self._checkpoint == "full" and layer.matched,
-            **vars(measured.cost),
-        )
-
-    def _measure(self, layer: LayerPlan, parts: Sequence[Part], selective: bool) -> _Measured:
-        program = self._program
-        memory = self._memory((*layer.inputs, *layer.ins))
-        own = {
-            slot.name: torch.empty(
-                slot.shape, dtype=slot.dtype if slot.role is Role.BUFFER else self._compute, device="meta"
-            ).requires_grad_(slot.role is Role.TRAINABLE)
-            for part in parts
-            for slot in part.slots
-        }  # fmt: skip
-        there: dict[Any, torch.Tensor] = {("memory", number): each for number, each in memory.items()}
-        there |= {name: each for name, each in own.items() if name not in program.assigned}
-        there |= self._executor.constants(program, layer)
-        with ExitStack() as stack:
-            for context in kernels_of(self._kernels):
-                stack.enter_context(context)
-            watch = stack.enter_context(Watch([*there.values(), *own.values()], selective=selective))
-            saved = SavedTensors(there, hold=True)
-            params = [each for each in own.values() if each.requires_grad]
-            with saved.recording():
-                leaves, outs, _ = self._executor.run(program, layer, memory, own)
-            handed = {program.tensors[index].store: each for index, each in outs.items()}
-            kept = {("memory", number): handed[number] for number in layer.holds}
-            roots = {index: outs[index] for index in layer.outs if index in self._pending}
-            came = [index for index in layer.ins if leaves[index].requires_grad]
-            if roots:
-                roots |= {index: leaves[index] for index in came if index in self._pending}
-            dys = [self._gradient(index) for index in roots]
-            needing = [leaves[index] for index in came]
-            del outs, handed
-            cost, grads = _cost(saved, kept, list(roots.values()), dys, [*needing, *params], watch)
-        by_index = dict(zip(came, grads, strict=False))
-        return _Measured(cost, [by_index.get(index) for index in layer.ins])
-
-    def _feed(self, indices: Sequence[int], grads: Sequence[Layout | None]) -> tuple[Feed, ...]:
-        """Note which gradients are under way from now on, and say whose they are."""
-        feeds = []
-        for index, grad in zip(indices, grads, strict=True):
-            if grad is not None:
-                self._pending[index] = grad
-                number = self._layer_of[index]
-                feeds.append(Feed(number, self._layers[number].outs.index(index), _gradient_shape(grad)))
-        return tuple(feeds)
-
-    # -- what goes in
-
-    def _memory(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        program = self._program
-        found = {}
-        for number in dict.fromkeys(program.tensors[index].store for index in indices):
-            store = program.stores[number]
-            elements = store.nbytes // store.dtype.itemsize
-            made = torch.empty(elements, dtype=store.dtype, device="meta")
-            found[number] = store.constant if store.kind is Kind.CONSTANT else made
-        return found
-
-    def _leaves(self, memory: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        leaves = {}
-        for index in self._program.returns:
-            known = self._program.tensors[index]
-            leaves[index] = known.on(memory[known.store]).requires_grad_(known.requires_grad)
-        return leaves
-
-    def _gradient(self, index: int) -> torch.Tensor:
-        size, stride, dtype = self._pending[index]
-        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-
-    # -- what is written down
-
-    def _shape(self, number: int, outs: Sequence[int]) -> Tensor:
-        """Memory that a layer hands on: in the shape of a tensor that takes up all of it, if there is one."""
-        store = self._program.stores[number]
-        for known in (self._program.tensors[index] for index in outs):
-            if known.store == number and _is_dense(known) and prod(known.size) * known.dtype.itemsize == store.nbytes:
-                return Tensor(known.size, numpy_dtype(known.dtype).name)
-        return _elements(store.nbytes, store.dtype)
-
-    def _signature(self, layer: LayerPlan, parts: Sequence[Part]) -> Any:
-        """All that a layer's cost goes by: the same for two that do the same."""
-        program, numbers = self._program, dict[int, int]()
-        described: list[Any] = []
-
-        def number(index: int) -> int:
-            if index not in numbers:
-                numbers[index] = len(numbers)
-                known = program.tensors[index]
-                same = next((numbers[other] for other in numbers if program.tensors[other].store == known.store), None)
-                described.append(
-                    (known.kind, known.dtype, known.offset, known.size, known.stride, known.requires_grad, same,
-                     program.stores[known.store].nbytes, self._pending.get(index))
-                )  # fmt: skip
-            return numbers[index]
-
-        ops = tuple(
-            (
-                op.trace if op.function is None else op.function,
-                tuple(number(leaf.index) if isinstance(leaf, Ref) else repr(leaf) for leaf in op.leaves),
-                repr(op.spec), tuple(None if index is None else number(index) for index in op.results), op.grad,
+        """What was seen, call by call."""
+        kept = [elements(kept.storage.nbytes(), kept.dtype) for kept in self._saved.finish({})]
+        if wrong := sorted(name for name in self._saved.touched if name and not str(name).startswith("input ")):
+            raise ValueError(
+                f"measure(wrap): {', '.join(map(str, wrong))} is read outside the forward pass of its unit, where it "
+                f"may not have been gathered. Use it in a module of its own that shares it, or match a module "
+                f"around both."
             )
-            for op, _ in layer.ops
-        )  # fmt: skip
-        own = tuple((part.group.role, part.group.shapes, part.group.dtype) for part in parts)
-        assigned = tuple(slot.name in program.assigned for part in parts for slot in part.slots)
-        return ops, tuple(number(index) for index in layer.outs), own, assigned, tuple(described)
+        limits = [*(call.kept_before for call in self.calls), len(kept)]
+        limits[0] = 0
+        shapes = []
+        for index, call in enumerate(self.calls):
+            cost, around = call.cost, call.around
+            shapes.append(
+                UnitShapes(
+                    name=call.name,
+                    groups=tuple(self.groups.index(group) for group in call.unit.groups),
+                    saved=(*cost.saved, *kept[limits[index] : limits[index + 1]]),
+                    recomputed=cost.recomputed,
+                    outputs=tuple(shape_of(tensor) for tensor in call.outputs),
+                    grads=tuple(shape_of(tensor) for tensor in call.outputs if tensor.requires_grad),
+                    feeds=tuple(sorted(call.feeds)),
+                    forward_flops=cost.forward_flops + around.forward_flops,
+                    backward_flops=cost.backward_flops + around.backward_flops,
+                    recompute_flops=cost.recompute_flops,
+                    forward_temporaries=cost.forward_temporaries,
+                    backward_temporaries=cost.backward_temporaries,
+                    checkpointed=self._checkpoint == "full" and call.unit.matched,
+                )
+            )
+        return shapes
+
+    # -- within the forward
+
+    def _call(self, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        taken = tensors((args, kwargs))
+        self._left_containers(taken)
+        leaves = {id(tensor): tensor.detach().requires_grad_(tensor.requires_grad) for tensor in taken}
+        args, kwargs = map_tensors(lambda tensor: leaves[id(tensor)], (args, kwargs))
+        again = sum(call.unit is unit for call in self.calls)
+        call = _Call(unit, f"{unit.name} (call {again + 1})" if again else unit.name)
+        if not self.calls:
+            call.around = self._around
+        there = {f"x{index}": tensor for index, tensor in enumerate(leaves.values())}
+        key = self._alike.key(self._module.get_submodule(unit.path), args, kwargs)
+        if key not in self._seen:  # of calls that are alike one is run
+            cost, fed, output, record = self._measured(unit, forward, args, kwargs, there)
+            self._seen[key] = cost, fed, map_tensors(_anew, output), record.touched
+        call.cost, fed, output, touched = self._seen[key]
+        distinct = {f"x{index}": tensor for index, tensor in enumerate({id(each): each for each in taken}.values())}
+        self._take(touched, distinct, everything=self._checkpoint != "none" and unit.matched)
+        call.feeds = set(self._feeds([distinct[name] for name in fed]))
+        call.kept_before = self._saved.count
+        fresh = map_tensors(_anew, output)
+        call.outputs = tensors(fresh)
+        for tensor in call.outputs:
+            self._producers[id(tensor)] = len(self.calls)
+            self._saved.know("", tensor)
+        self.calls.append(call)
+        self._around = call.around
+        if self._writable:  # what the containers write to in place is no leaf: it stands for the output
+            fresh = map_tensors(self._copied, fresh)
+        self._outside = self._flops.total
+        return fresh
+
+    def _copied(self, output: torch.Tensor) -> torch.Tensor:
+        if not output.requires_grad:
+            return output
+        copied = output.clone()
+        self._saved.know("", copied)
+        return copied
+
+    def _measured(
+        self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, there: Mapping[str, torch.Tensor]
+    ) -> tuple[Cost, set[str], Any, SavedTensors]:
+        """The cost of one call, the names of ``there`` that it gives gradients, its output, and what it saved.
+
+        Of calls whose forward is the same, operation by operation, one has a backward.
+        """
+        own = [tensor for part in unit.parts for tensor in part.tensors]
+        names = [name for name, tensor in there.items() if tensor.requires_grad]
+        needing = [*(there[name] for name in names), *(tensor for tensor in own if tensor.requires_grad)]
+        selective = self._checkpoint == "selective" and unit.matched
+        with Watch([*there.values(), *own], selective=selective) as watch:
+            record = SavedTensors({**there, **{f"p{index}": tensor for index, tensor in enumerate(own)}}, hold=True)
+            with record.recording():
+                output = forward(*args, **kwargs)
+            outputs = {f"y{index}": tensor for index, tensor in enumerate(tensors(output))}
+            signature = (
+                selective,
+                tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (*there.values(), *own)),
+                tuple(watch.operations),
+            )
+            if signature not in self._known:
+                ends = [tensor for tensor in outputs.values() if tensor.requires_grad]
+                cost, grads = _cost(record, outputs, ends, needing, watch)
+                given = zip(names, grads, strict=False)  # first those of ``there``, then the parameters'
+                self._known[signature] = cost, {name for name, grad in given if grad is not None}
+        return *self._known[signature], output, record
+
+    def _take(self, touched: set[str | int], given: Mapping[str, torch.Tensor], everything: bool = False) -> None:
+        """What was passed on by containers, and is no unit's output, is kept if the one that took it keeps it."""
+        for name, tensor in given.items():
+            if everything or name in touched:
+                self._saved.keep(tensor)
+
+    def _left_containers(self, taken: Sequence[torch.Tensor]) -> None:
+        """The containers' own FLOPs since the last call: what they did, and the backward of what they pass on."""
+        around = self._around
+        around.forward_flops += self._flops.total - self._outside
+        for tensor in taken:
+            if tensor.grad_fn is not None and tensor.grad_fn not in self._walked:
+                self._walked.add(tensor.grad_fn)
+                before = self._flops.total
+                gradient = torch.empty_like(tensor)
+                torch.autograd.grad(tensor, origins(tensor), gradient, retain_graph=True, allow_unused=True)
+                around.backward_flops += self._flops.total - before
+
+    def _feeds(self, taken: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The calls to whose outputs the gradients of these tensors go."""
+        leaves = [id(leaf) for tensor in taken for leaf in origins(tensor)]
+        return tuple(sorted({self._producers[leaf] for leaf in leaves if leaf in self._producers}))
+
+    def _owned(self) -> list[torch.Tensor]:
+        return [tensor for unit in self._units for part in unit.parts for tensor in part.tensors]
 
 
 def _cost(
-    saved: SavedTensors,
-    outputs: Mapping[Any, torch.Tensor],
+    record: SavedTensors,
+    outputs: Mapping[str, torch.Tensor],
     ends: Sequence[torch.Tensor],
-    dys: Sequence[torch.Tensor],
     needing: Sequence[torch.Tensor],
     watch: Watch,
-) -> tuple[Cost, list[Layout | None]]:
+) -> tuple[Cost, Sequence[torch.Tensor | None]]:
     """What a run that has just been recorded came to, and its backward from ``ends`` to the leaves ``needing`` it."""
-    all_kept = saved.finish(outputs)
-    chosen = {id(tensor.untyped_storage()): Kept(tensor.untyped_storage(), tensor.dtype) for tensor in watch.chosen}
-    for tensor in outputs.values():
-        chosen.pop(id(tensor.untyped_storage()), None)
-    rest = [kept for kept in all_kept if id(kept.storage) not in chosen]
-    held = total(all_kept) + sum(tensor.untyped_storage().nbytes() for tensor in outputs.values())
-    forward = watch.total
-    cost = Cost(
-        saved=tuple(map(_kept, chosen.values() if watch.selective else all_kept)),
-        recomputed=tuple(map(_kept, rest)) if watch.selective else (),
-        forward_flops=forward,
-        recompute_flops=forward - watch.chosen_flops if watch.selective else 0,
-        forward_temporaries=max(0, watch.most - held),
-    )
-    del all_kept, chosen, rest
-    watch.chosen.clear()
-    grads: Sequence[torch.Tensor | None] = [None] * len(needing)
-    if ends and needing:
-        watch.most = watch.now
-        grads = torch.autograd.grad(ends, needing, dys, allow_unused=True)
-        held += sum(map(_nbytes, (*dys, *needing)))
-        cost.backward_flops = watch.total - forward
-        cost.backward_temporaries = max(0, watch.most - held)
-    return cost, [None if grad is None else (tuple(grad.shape), grad.stride(), grad.dtype) for grad in grads]
+    as_such = {name: tensor for name, tensor in outputs.items() if is_dense(tensor)}
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
+    return cost_of(record, as_such, nbytes, ends, [torch.empty_like(tensor) for tensor in ends], needing, watch)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return list(tensors(tree))
+def _settings() -> tuple[Any, ...]:
+    return torch.device("meta"), torch.enable_grad(), Fused()
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
+def _found(output: Any) -> list[torch.Tensor]:
+    """The tensors of a module's output, or the logits of an output of another kind."""
+    return tensors(output) or tensors(getattr(output, "logits", None))
 
 
-def _is_dense(known: Known) -> bool:
-    plain = tuple(prod(known.size[axis + 1 :]) for axis in range(len(known.size)))
-    return known.offset == 0 and all(
-        side == 1 or one == other for side, one, other in zip(known.size, known.stride, plain, strict=True)
-    )
-
-
-def shape_of(tensor: torch.Tensor) -> Tensor:
-    """What is written down of a tensor."""
-    return Tensor(tuple(map(int, tensor.shape)), numpy_dtype(tensor.dtype).name)
-
-
-def _gradient_shape(layout: Layout) -> Tensor:
-    """A gradient as it is held: in its shape, if it lies row by row, or from its first element to its last."""
-    size, stride, dtype = layout
-    like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-    return shape_of(like) if like.is_contiguous() else Tensor((extent(like)[2],), numpy_dtype(dtype).name)
-
-
-def _kept(kept: Kept) -> Tensor:
-    return _elements(kept.storage.nbytes(), kept.dtype)
-
-
-def _elements(nbytes: int, dtype: Any) -> Tensor:
-    """Memory of so many bytes, as it is held: in elements, if that comes out even."""
-    kind = numpy_dtype(dtype)
-    whole = nbytes % kind.itemsize == 0
-    return Tensor((nbytes // kind.itemsize,), kind.name) if whole else Tensor((nbytes,), "uint8")
+def _anew(output: torch.Tensor) -> torch.Tensor:
+    """In place of an output: a tensor of its own, row by row, as outputs are held."""
+    return torch.empty(output.shape, dtype=output.dtype, device="meta", requires_grad=output.requires_grad)

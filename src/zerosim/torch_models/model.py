@@ -21,15 +21,17 @@ from zerosim.torch_models.batch import check_batch, read_example, read_target
 from zerosim.torch_models.copies import with_values, without_states
 from zerosim.torch_models.execution import Executor
 from zerosim.torch_models.groups import Part, grouped
-from zerosim.torch_models.intercept import map_tensors
+from zerosim.torch_models.layer_costs import layer_shapes
 from zerosim.torch_models.layering import Layering
 from zerosim.torch_models.losses import Loss, RankLoss, cross_entropy
 from zerosim.torch_models.planning import Decisions, failed, planned
-from zerosim.torch_models.profile import DTYPES, measured
+from zerosim.torch_models.profile import DTYPES
 from zerosim.torch_models.program import Kind
+from zerosim.torch_models.slots import check_dtypes, check_hooks, slots_of
 from zerosim.torch_models.tensors import Carried, Gradients
 from zerosim.torch_models.torch_unit import TorchUnit, Work
-from zerosim.torch_models.units import Wrap, blocks, check_dtypes, check_hooks, slots_of
+from zerosim.torch_models.trees import map_tensors
+from zerosim.torch_models.units import Wrap, blocks
 from zerosim.util.arguments import integer, one_of
 from zerosim.worlds.model_shapes import ModelShapes
 
@@ -125,7 +127,7 @@ class TorchModel:
         recorded, layering, self._decisions = planned(
             "TorchModel", lambda: with_values(self._module, self._compute), self._example.turned(), decisions
         )
-        self.notes: tuple[str, ...] = (*(why for _, why in self._decisions.whole), *layering.notes)
+        self.notes: tuple[str, ...] = self._decisions.notes(layering)
         """In words, why some layers are more than a unit."""
         parts = grouped(layering, recorded)
         self._layerings = {self._example.rows: layering}
@@ -212,10 +214,11 @@ class TorchModel:
         """
         example = self._example if rows is None else self._example.of(integer("TorchModel.shapes", "rows", rows))
         target = map_tensors(lambda each: each[torch.arange(example.rows) % len(each)], self._target)
-        return measured(
+        shapes: ModelShapes = layer_shapes(
             self._module, example.on_meta(), self._decisions, compute=self._compute, checkpoint=self._checkpoint,
-            loss=self._loss.function, target=target, kernels="cpu",
+            loss=self._loss.function, target=target,
         )  # fmt: skip
+        return shapes
 
     def _flat_values(self) -> dict[Group, torch.Tensor]:
         return {part.group: _flat(part, self._values) for part in self._parts}

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from zerosim.torch_models.program import tensors
+from zerosim.torch_models.trees import tensors
 
 _aten: Any = torch.ops.aten
 _FUSED_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -44,7 +44,7 @@ class Fused(TorchFunctionMode):  # type: ignore[misc]
     dropout keeps a byte for each element. A CPU has the former, where nothing is dropped, and not the latter.
     """
 
-    def __init__(self, kernels: str) -> None:
+    def __init__(self, kernels: str = "gpu") -> None:
         super().__init__()
         self._gpu = kernels == "gpu"
 
@@ -55,6 +55,8 @@ class Fused(TorchFunctionMode):  # type: ignore[misc]
             answer = _fused(*args, **kwargs, drops=self._gpu)
         if func is torch.nn.functional.dropout and self._gpu:
             answer = _dropped(*args, **kwargs)
+        if func is torch.rand and args in (((),), ([],)) and "device" not in kwargs:
+            answer = torch.ones((), device="cpu")  # a number that a layer is dropped by: it is not
         return func(*args, **kwargs) if answer is None else answer
 
 
@@ -144,7 +146,7 @@ class Watch(Flops):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.total
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        made = [out] if isinstance(out, torch.Tensor) else list(tensors(out))
+        made = [out] if isinstance(out, torch.Tensor) else tensors(out)
         for tensor in made:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known and not any(

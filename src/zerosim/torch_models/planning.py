@@ -13,10 +13,12 @@ import torch
 
 from zerosim.torch_models.batch import Example
 from zerosim.torch_models.draws import seeded
-from zerosim.torch_models.intercept import map_tensors
 from zerosim.torch_models.layering import Layering, check_writes, layered, written_inputs
 from zerosim.torch_models.recorder import Refused, Unrepeatable, record
+from zerosim.torch_models.trees import map_tensors
 from zerosim.torch_models.units import Wrap, partition
+
+TWO_ROWS = "Normalising over the rows takes two of them or more, or eval()."
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Decisions:
     def with_whole(self, path: str, why: str) -> Decisions:
         """These, and one more module that is a unit as a whole."""
         return replace(self, whole=(*self.whole, (path, why)))
+
+    def notes(self, layering: Layering) -> tuple[str, ...]:
+        """Why some layers are more than a unit, in words."""
+        return (*(why for _, why in self.whole), *layering.notes)
 
     def with_joined(self, more: Sequence[tuple[int, int, str]]) -> Decisions:
         """These, and more calls that are joined."""
@@ -46,7 +52,8 @@ def planned(
     fresh: set[int] = set()
     while True:
         module = copied()
-        units = partition(module, decisions.wrap, [path for path, _ in decisions.whole])
+        found = partition(module, decisions.wrap, [path for path, _ in decisions.whole])
+        units = [unit for unit in found if not unit.container]
         args, kwargs = map_tensors(lambda given: given.clone(), (example.args, example.kwargs))
         try:
             with seeded(0):
@@ -72,7 +79,7 @@ def failed(call: str, module: torch.nn.Module, example: Example, error: Exceptio
     shapes = ", ".join(f"{str(each.dtype)[6:]}{list(each.shape)}" for each in example.tensors)
     hint = ""
     if "more than 1 value per channel" in str(error):
-        hint = " Normalising over the rows takes two of them or more, or eval()."
+        hint = f" {TWO_ROWS}"
     elif example.tensors[0].is_meta:
         hint = (
             " It ran on the meta device, where tensors have shapes and no values: what depends on values, such as "

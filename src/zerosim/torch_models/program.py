@@ -6,7 +6,7 @@ other tensors. Must not know how it was recorded, which operations make a layer,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zerosim.layers import Role
-from zerosim.torch_models.units import Slot, Unit
+from zerosim.torch_models.slots import Slot
+from zerosim.torch_models.units import Unit
 
 PLAIN: tuple[Any, ...] = (
     type(None), bool, int, float, complex, str, bytes, slice, range, type, type(Ellipsis), StrEnum,
@@ -169,8 +170,3 @@ def run(ops: Sequence[tuple[Op, Sequence[int]]], values: dict[int, torch.Tensor]
 
 def _filled(leaves: Sequence[Any], values: dict[int, torch.Tensor]) -> list[Any]:
     return [values[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in leaves]
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested arguments or outputs, in order."""
-    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor))

@@ -15,9 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from zerosim.torch_models.intercept import Run, intercepted, map_tensors
-from zerosim.torch_models.program import PLAIN, Kind, Known, Op, Program, Ref, Store, tensors
-from zerosim.torch_models.units import Unit, slots_of
+from zerosim.torch_models.calls import Run, answered
+from zerosim.torch_models.program import PLAIN, Kind, Known, Op, Program, Ref, Store
+from zerosim.torch_models.slots import slots_of
+from zerosim.torch_models.trees import map_tensors, tensors
+from zerosim.torch_models.units import Unit
 from zerosim.torch_models.writes import Writes
 
 _FACTS = """
@@ -99,8 +101,8 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         with (
             torch.enable_grad(),
             self._writes,
-            intercepted(modules, self._call),
-            intercepted(around, self._enter),
+            answered(modules, self._call),
+            answered(around, self._enter),
             self,
         ):
             args, kwargs = map_tensors(
@@ -267,7 +269,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
 def shown(output: Any) -> Any:
     """What a module returns, or, of an object in which torch sees no tensors, its logits."""
     logits = getattr(output, "logits", None)
-    return logits if next(tensors(output), None) is None and isinstance(logits, torch.Tensor) else output
+    return logits if not tensors(output) and isinstance(logits, torch.Tensor) else output
 
 
 def _kept(leaf: Any) -> Any:

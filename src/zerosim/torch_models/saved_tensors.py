@@ -57,14 +57,26 @@ class SavedTensors:
         self._alive: list[Any] = []  # so that no storage's place is taken by another before the run is over
         self._saved: list[_Saved] = []
         self._kept: dict[int, Kept] = {}
+        self.touched: set[Name] = set()
+        """The names of what is there and was saved."""
         self.sources: Mapping[Name, torch.Tensor] = {}
         for name, tensor in there.items():
-            self._know(name, tensor)
+            self.know(name, tensor)
 
-    def _know(self, name: Name, tensor: torch.Tensor) -> None:
+    def know(self, name: Name, tensor: torch.Tensor) -> None:
+        """From now on this, too, is there anyway."""
         storage = tensor.untyped_storage()
         self._alive.append(storage)
         self._names.setdefault(storage._cdata, name)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Treat a tensor as one that was saved."""
+        self._pack(tensor.detach())
+
+    @property
+    def count(self) -> int:
+        """How many storages are to be kept so far."""
+        return len(self._kept)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -83,7 +95,7 @@ class SavedTensors:
             assert saved.tensor is not None, "the run is not over yet"
             saved.stale = saved.tensor._version != saved.version
         for name, tensor in outputs.items():
-            self._know(name, tensor)
+            self.know(name, tensor)
         kept = [each for key, each in self._kept.items() if key not in self._names]
         for number, each in enumerate(kept):
             self._names[each.storage._cdata] = number
@@ -95,7 +107,9 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         self._alive.append(storage)
-        if storage._cdata not in self._names:
+        if storage._cdata in self._names:
+            self.touched.add(self._names[storage._cdata])
+        else:
             self._kept.setdefault(storage._cdata, Kept(storage, tensor.dtype))
         saved = _Saved(
             tensor, tensor._version, storage._cdata, tensor.dtype, tensor.storage_offset(), tensor.size(),
@@ -122,3 +136,9 @@ class SavedTensors:
 def total(kept: Sequence[Kept]) -> int:
     """Bytes of what is kept."""
     return sum(each.storage.nbytes() for each in kept)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is laid out row by row and is all there is in its storage."""
+    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return bool(whole and tensor.is_contiguous())

@@ -22,15 +22,16 @@ from zerosim.layers import Group, Pass, Role
 from zerosim.ledger import Ledger
 from zerosim.ranks import Ranks, Workspace
 from zerosim.torch_models.batch import Example
+from zerosim.torch_models.calls import Run, answered
 from zerosim.torch_models.draws import seed_of, seeded
-from zerosim.torch_models.intercept import Run, intercepted, map_tensors
 from zerosim.torch_models.layering import Layering
 from zerosim.torch_models.op_counters import Watch
-from zerosim.torch_models.program import tensors
 from zerosim.torch_models.recorder import shown
+from zerosim.torch_models.slots import slots_of
 from zerosim.torch_models.tensors import Gradients, array_of, packed, view
 from zerosim.torch_models.torch_unit import TorchUnit
-from zerosim.torch_models.units import numpy_dtype, slots_of
+from zerosim.torch_models.trees import map_tensors, tensors
+from zerosim.torch_models.units import numpy_dtype
 
 
 def as_a_whole(
@@ -90,7 +91,7 @@ def _forward(module: torch.nn.Module, layering: Layering, example: Example, seed
 
     args, kwargs = map_tensors(lambda given: given.clone(), (example.args, example.kwargs))
     modules = [(path, module.get_submodule(path)) for path in paths]
-    with seeded(seed_of(seed, 0, 0, 0, 0)), torch.enable_grad(), intercepted(modules, call):
+    with seeded(seed_of(seed, 0, 0, 0, 0)), torch.enable_grad(), answered(modules, call):
         return list(tensors(shown(module(*args, **kwargs))))
 
 

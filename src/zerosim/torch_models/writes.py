@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerosim.torch_models.program import Write, tensors
+from zerosim.torch_models.program import Write
+from zerosim.torch_models.trees import tensors
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
@@ -44,7 +45,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
                 for tensor in tensors(given):
                     self._write(tensor)
         out = func(*args, **kwargs)
-        made = list(tensors(out))
+        made = tensors(out)
         self.trace.append((func, *((tensor.shape, tensor.dtype) for tensor in made)))
         for tensor in made:
             storage = tensor.untyped_storage()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import UnionType
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,11 @@ def integer(call: str, option: str, value: object, least: int = 1) -> int:
     return int(value)
 
 
+def as_array(value: Any) -> Any:
+    """A torch tensor as an array on the same memory, where it is on the CPU; anything else as it is."""
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+
+
 def divides(call: str, option: str, parts: int, rows: int) -> None:
     """Refuse a batch whose rows cannot be cut into equal micro-batches."""
     if rows % parts:
@@ -48,10 +54,17 @@ def divides(call: str, option: str, parts: int, rows: int) -> None:
 def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> tuple[Array, Array]:
     """The batch as x [ranks, B, width_in] and y [ranks, B, width_out], once it is known to be sound.
 
-    A batch is one (x, y) of finite float32 per rank, with the same number of rows B everywhere.
+    A batch is one (x, y) of finite float32 per rank, arrays or tensors, with the same number of rows B everywhere.
     """
-    check_layout(batch, ranks, width_in, width_out)
-    x, y = (np.stack([pair[index] for pair in batch]) for index in (0, 1))
+    if isinstance(batch, Sequence):
+        batch = [
+            (as_array(pair[0]), as_array(pair[1])) if isinstance(pair, (tuple, list)) and len(pair) == 2 else pair
+            for pair in batch
+        ]
+    if not _sound(batch, ranks, width_in, width_out):
+        check_layout(batch, ranks, width_in, width_out)
+    widths = enumerate((width_in, width_out))
+    x, y = (np.concatenate([pair[index] for pair in batch]).reshape(ranks, -1, width) for index, width in widths)
     for what, whole in (("x", x), ("y", y)):
         if not np.isfinite(whole).all():
             rank = int(np.isfinite(whole).all(axis=(1, 2)).argmin())
@@ -59,6 +72,26 @@ def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int,
                 f"step(batch): {what} of rank {rank} contains NaN or infinity; remove or replace them before training."
             )
     return x, y
+
+
+def _sound(batch: object, ranks: int, width_in: int, width_out: int) -> bool:
+    """Whether a batch is as ``check_layout`` wants it, by a look that does not find out what is wrong with it."""
+    if type(batch) is not list or len(batch) != ranks or type(batch[0]) is not tuple or len(batch[0]) != 2:
+        return False
+    rows = len(first) if isinstance(first := batch[0][0], np.ndarray) and first.ndim else 0
+    shapes = (rows, width_in), (rows, width_out)
+    return rows > 0 and all(
+        type(pair) is tuple
+        and len(pair) == 2
+        and all(
+            type(array) is np.ndarray and array.dtype is _FP32 and array.shape == shape
+            for array, shape in zip(pair, shapes, strict=True)
+        )
+        for pair in batch
+    )
+
+
+_FP32 = np.dtype(np.float32)
 
 
 def check_layout(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int, width_out: int) -> None:
@@ -92,10 +125,16 @@ def _check_array(where: str, array: Array, rows: int, width: int) -> None:
 
 
 def check_memory(call: str, need: int, alternatives: Mapping[str, int]) -> None:
-    """Refuse what would need more bytes than the machine has free, naming those of ``alternatives`` that fit."""
+    """Refuse what would need more bytes than the machine has free, naming those of ``alternatives`` that fit.
+
+    Where the system does not say what is free, nothing is refused.
+    """
     import psutil  # only here, as nothing else of the core needs it
 
-    free = psutil.virtual_memory().available
+    try:
+        free = psutil.virtual_memory().available
+    except OSError:  # where there is no /proc nobody knows
+        return
     if need <= free:
         return
     fitting = [f"{name} ({sizes.text(nbytes)})" for name, nbytes in alternatives.items() if nbytes <= free]

@@ -82,7 +82,7 @@ class LocalRing(Ring):
             return super().table(buffer)
         return buffer.reshape(self.size, self._rings, self.size, -1).swapaxes(0, 1)
 
-    def lanes(self, rows: Shaped[Array, "R *n"]) -> Shaped[Array, "rings n *n"]:
+    def lanes(self, rows: Shaped[Array, "R ..."]) -> Shaped[Array, "rings n ..."]:
         if self.step == 1:
             return super().lanes(rows)
         return rows.reshape(self.size, self._rings, *rows.shape[1:]).swapaxes(0, 1)

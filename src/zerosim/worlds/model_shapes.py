@@ -58,12 +58,12 @@ class Feed(msgspec.Struct, frozen=True):
 class UnitShapes(msgspec.Struct, frozen=True, kw_only=True):
     """One unit, in the order of the forward pass.
 
-    ``groups`` are indices into the model's. ``outputs`` is the memory of what the unit hands on,
-    ``feeds`` the gradients that its backward sends to earlier units: in a plain chain, one to the
-    one before. ``saved`` is kept from forward to backward besides inputs, outputs and parameters;
-    ``recomputed`` only comes back in the backward, for ``recompute_flops``. Temporaries are bytes
-    beyond all that, at the highest instant. ``checkpointed`` units keep their input alone and run
-    forward again.
+    ``groups`` are indices into the model's. ``outputs`` are what the unit hands on, ``grads`` the gradients of
+    those that have one, ``feeds`` the earlier units to which its backward sends gradients: in a plain chain, the
+    one before. A number stands for a unit and all of its ``grads``; where a unit hands on several things, a
+    ``Feed`` says of which. ``saved`` is kept from forward to backward besides inputs, outputs and parameters;
+    ``recomputed`` only comes back in the backward, for ``recompute_flops``. Temporaries are bytes beyond all
+    that, at the highest instant. ``checkpointed`` units keep their input alone and run forward again.
     """
 
     name: str
@@ -71,7 +71,8 @@ class UnitShapes(msgspec.Struct, frozen=True, kw_only=True):
     saved: tuple[Tensor, ...] = ()
     recomputed: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
-    feeds: tuple[Feed, ...] = ()
+    grads: tuple[Tensor, ...] = ()
+    feeds: tuple[int | Feed, ...] = ()
     forward_flops: int = 0
     backward_flops: int = 0
     recompute_flops: int = 0
@@ -88,8 +89,8 @@ class UnitShapes(msgspec.Struct, frozen=True, kw_only=True):
 class ModelShapes(msgspec.Struct, frozen=True, kw_only=True):
     """A model: its groups, its units in order, its loss (what that saves, and whom it feeds), and a rank's batch.
 
-    ``inputs`` are the tensors that the module is called with, ``targets`` those that the loss is given;
-    their first axis is the rows of one micro-batch. ``notes`` say in words why some units are more than
+    ``inputs`` are the tensors that the module is called with, ``target`` and ``more_targets`` those that the loss
+    is given; their first axis is the rows of one micro-batch. ``notes`` say in words why some units are more than
     the modules that were asked for.
     """
 
@@ -97,7 +98,8 @@ class ModelShapes(msgspec.Struct, frozen=True, kw_only=True):
     units: tuple[UnitShapes, ...]
     loss: UnitShapes
     inputs: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
+    target: Tensor
+    more_targets: tuple[Tensor, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -21,7 +21,8 @@ from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
 from zerosim.comm import Comm, Ring
-from zerosim.ledger import Ledger, Traffic
+from zerosim.counts import Traffic
+from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
 from zerosim.worlds.gloo import segments
@@ -30,46 +31,45 @@ from zerosim.worlds.local import LocalRing
 
 @runtime_checkable
 class CollectiveRing(Ring, Protocol):
-    """A world with collectives of its own. ``whole`` is [R, N*C] and ``own`` [R, C], contiguous, of one dtype."""
+    """A world with collectives of its own. ``whole`` is [R, n*C] and ``own`` [R, C], contiguous, of one dtype."""
 
     def all_reduce(self, whole: Shaped[Array, "R L"]) -> None:
-        """Replace ``whole`` on every rank by the sum over ranks."""
+        """Replace ``whole`` on every rank by the sum over its ring."""
         ...
 
     def reduce_scatter(self, whole: Shaped[Array, "R L"], own: Shaped[Array, "R C"]) -> None:
-        """Write to ``own`` the sum over ranks of the chunk that each rank owns."""
+        """Write to ``own`` the sum over the ring of the chunk that each rank owns."""
         ...
 
     def all_gather(self, own: Shaped[Array, "R C"], whole: Shaped[Array, "R L"]) -> None:
-        """Fill ``whole`` on every rank with what the ranks have in ``own``."""
+        """Fill ``whole`` on every rank with what the members of its ring have in ``own``."""
         ...
 
 
 class LocalCollectives(LocalRing):
     """All N ranks in one process, with the results that gloo's collectives have: each sum in the ring's order."""
 
+    def beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> LocalRing:
+        return LocalCollectives(size, ranks, step=step, node=node)
+
     def all_reduce(self, whole: Shaped[Array, "R L"]) -> None:
-        table = self._table(whole)
+        table = self.table(whole)
         for chunk in range(self.size):
-            table[:, chunk] = self._sum(table, chunk)
+            table[:, :, chunk] = self._sum(table, chunk)[:, np.newaxis]
 
     def reduce_scatter(self, whole: Shaped[Array, "R L"], own: Shaped[Array, "R C"]) -> None:
-        table = self._table(whole)
+        table, lanes = self.table(whole), self.lanes(own)
         for chunk in range(self.size):
-            own[chunk] = self._sum(table, chunk)
+            lanes[:, chunk] = self._sum(table, chunk)
 
     def all_gather(self, own: Shaped[Array, "R C"], whole: Shaped[Array, "R L"]) -> None:
-        self._table(whole)[...] = own
+        self.table(whole)[...] = self.lanes(own)[:, np.newaxis]
 
-    def _table(self, whole: Array) -> Array:
-        """[rank, chunk, C], a view."""
-        return np.reshape(whole, (self.size, self.size, -1), copy=False)
-
-    def _sum(self, table: Array, chunk: int) -> Array:
-        """The rank below the owner first, the owner last, rounded to the dtype at every addition."""
-        result: Array = table[chunk - 1, chunk].copy()
+    def _sum(self, table: Shaped[Array, "rings n n C"], chunk: int) -> Shaped[Array, "rings C"]:
+        """The member below the owner first, the owner last, rounded to the dtype at every addition."""
+        result: Array = table[:, chunk - 1, chunk].copy()
         for distance in range(2, self.size + 1):
-            np.add(result, table[(chunk - distance) % self.size, chunk], out=result)
+            np.add(result, table[:, (chunk - distance) % self.size, chunk], out=result)
         return result
 
 
@@ -101,13 +101,13 @@ class Native(Comm):
     def all_reduce(
         self, buffer: Shaped[Array, "R L"], size: int, *, scale: float, band: str, unit: str, start: Any = 0
     ) -> None:
-        """As in ``Comm``, but the sum travels unscaled, and every rank scales it.
+        """As in ``Comm``, but the sum is sent unscaled, and every rank scales it.
 
         The bits are the same if the wire carries the buffer's dtype exactly, as a ``Scheme``'s does.
         """
         with self._laid_out(buffer, "all-reduce", band, unit) as (whole, own, traffic):
             self._library.all_reduce(whole)
-            mine, others = self._pads(buffer, size, own)
+            mine, others = self._pads(buffer, size, own, start)
             self._count(traffic, whole, own, others)
             self._count(traffic, whole, own, mine)
             _scale(self._by_chunk(whole, buffer), scale, self._by_chunk(buffer, buffer))
@@ -119,27 +119,28 @@ class Native(Comm):
         """As in ``Comm``."""
         with self._laid_out(buffer, name, band, unit) as (whole, own, traffic):
             self._library.reduce_scatter(whole, own)
-            _, others = self._pads(buffer, size, own)
+            _, others = self._pads(buffer, size, own, start)
             self._count(traffic, whole, own, others)
-            _scale(own[:, : out.shape[1]], scale, out)
+            _scale(own[:, : out.shape[-1]].reshape(out.shape), scale, out)
 
     def all_gather(
         self, buffer: Shaped[Array, "R L"], size: int, own: Shaped[Array, "R C"] | None = None, *, band: str, unit: str,
         name: str = "all-gather", start: Any = 0,
     ) -> None:  # fmt: skip
-        """As in ``Comm``: an owner keeps its bits, and the others get those that travelled."""
-        kept = (self.own(buffer) if own is None else own).copy()  # a register: all chunks come back, the owner's too
-        with self._held(kept.shape[1], name, band, unit) as (whole, block, traffic):
-            convert(kept, block)
+        """As in ``Comm``: an owner keeps its bits, and the others get those that were sent."""
+        place = self.own(buffer)
+        kept: Array = (place if own is None else own).reshape(place.shape).copy()  # a register: all chunks come back
+        with self._held(kept.shape[-1], name, band, unit) as (whole, block, traffic):
+            convert(kept.reshape(block.shape), block)
             self._library.all_gather(block, whole)
-            mine, _ = self._pads(buffer, size, block)
+            mine, _ = self._pads(buffer, size, block, start)
             self._count(traffic, whole, block, mine)
             convert(whole, buffer)
-        self.own(buffer)[...] = kept
+        place[...] = kept
 
     @contextmanager
     def _laid_out(self, buffer: Array, name: str, band: str, unit: str) -> Iterator[tuple[Array, Array, Traffic]]:
-        """``buffer`` as the library is to cut it, and room for one of its chunks."""
+        """``buffer`` as the library will cut it, and room for one of its chunks."""
         length = aligned(buffer.shape[1] // self.ring.size, self.ring.size, self.wire.itemsize)
         with self._held(length, name, band, unit) as (whole, own, traffic):
             whole[...] = 0
@@ -148,9 +149,9 @@ class Native(Comm):
 
     @contextmanager
     def _held(self, length: int, name: str, band: str, unit: str) -> Iterator[tuple[Array, Array, Traffic]]:
-        """N chunks of ``length`` and one, held while a collective runs, and its counter."""
+        """n chunks of ``length`` and one, held while a collective runs, and its counter."""
         self.blocks.unit = unit
-        with self.ledger.sending(name, band, unit) as traffic:
+        with self.ledger.sending(name, band, unit, self.ring.leaves, self.ring.leaving) as traffic:
             whole = self.blocks.hold(self.ring.size * length)
             own = self.blocks.hold(length)
             try:
@@ -160,22 +161,26 @@ class Native(Comm):
                 self.blocks.free(whole)
 
     def _by_chunk(self, whole: Array, buffer: Array) -> Array:
-        """The chunks of ``whole``, as long as those of ``buffer``, as a view [R, N, C]."""
+        """The chunks of ``whole``, as long as those of ``buffer``, as a view [R, n, C]."""
         n = self.ring.size
         return np.reshape(whole, (len(whole), n, -1), copy=False)[..., : buffer.shape[1] // n]
 
     def _count(self, traffic: Traffic, whole: Array, own: Array, padding: npt.NDArray[np.int64]) -> None:
-        """Count N-1 chunks that go and N-1 that come."""
+        """Count n-1 chunks that go and n-1 that come."""
         nbytes = (whole.nbytes - own.nbytes) // len(self.ring.ids)
         traffic.hop(nbytes, nbytes, padding)
 
-    def _pads(self, buffer: Array, size: int, own: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Bytes of padding per rank [R]: in its own chunk, N-1 times, and in all the others."""
+    def _pads(
+        self, buffer: Array, size: int, own: Array, start: Any
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Bytes of padding per rank [R]: in its own chunk, n-1 times, and in all the others."""
         n = self.ring.size
         chunk = buffer.shape[1] // n
-        pads = np.clip(np.arange(1, n + 1) * chunk - size, 0, chunk) + (own.shape[1] - chunk)
-        mine = pads[np.asarray(self.ring.ids)]
-        return (n - 1) * mine * own.itemsize, (pads.sum() - mine) * own.itemsize
+        starts: npt.NDArray[np.int64] = np.broadcast_to(np.reshape(start, (-1, 1)), (len(buffer), 1))
+        ends = starts + np.arange(1, n + 1) * chunk
+        pads = np.clip(ends - size, 0, chunk) + (own.shape[1] - chunk)
+        mine = pads[np.arange(len(buffer)), np.asarray(self.ring.members)]
+        return (n - 1) * mine * own.itemsize, (pads.sum(axis=1) - mine) * own.itemsize
 
 
 def _scale(total: Array, scale: float, out: Array) -> None:

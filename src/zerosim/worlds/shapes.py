@@ -15,7 +15,9 @@ from zerosim.bands import Array, DType
 from zerosim.layers import Checkpointed, Group, Layer, Pass
 from zerosim.ranks import Workspace
 from zerosim.worlds.dry import DryArray
-from zerosim.worlds.model_shapes import Feed, ModelShapes, Tensor
+from zerosim.worlds.model_shapes import Feed, GroupShapes, ModelShapes, Tensor, UnitShapes
+
+__all__ = ["Feed", "GroupShapes", "ModelShapes", "ShapeModel", "ShapeUnit", "Tensor", "UnitShapes"]
 
 
 class _Outputs(DryArray):
@@ -40,15 +42,26 @@ class _Pending(DryArray):
         super().__init__((1, 0), np.float32)
         self.grads: dict[tuple[int, int], Array] = {}
 
-    def put(self, feeds: Sequence[Feed], work: Workspace) -> None:
+    def put(self, sent: Sequence[Feed], work: Workspace) -> None:
         """Hold the gradients that a backward sends; a sum goes where the summand was, if it fits there."""
-        for feed in feeds:
+        for feed in sent:
             key = feed.unit, feed.output
             before = self.grads.get(key)
             if before is None or before.nbytes != feed.grad.nbytes:
                 self.grads[key] = _hold(feed.grad, work)
                 if before is not None:
                     work.free(before)
+
+
+def _sent(own: UnitShapes, model: ModelShapes) -> list[Feed]:
+    """The gradients that a unit's backward sends, one by one."""
+    found = []
+    for feed in own.feeds:
+        if isinstance(feed, Feed):
+            found.append(feed)
+        else:
+            found += [Feed(feed, number, grad) for number, grad in enumerate(model.units[feed].grads)]
+    return found
 
 
 class ShapeUnit:
@@ -64,6 +77,7 @@ class ShapeUnit:
         self.shapes = model.units[index]
         self.name, self.groups = self.shapes.name, tuple(groups)
         self._index, self._temporaries, self._takes = index, temporaries, takes
+        self._sent = _sent(self.shapes, model)
 
     def forward(self, x: Any, given: Pass) -> tuple[Any, Any]:
         if self._takes is not None:
@@ -80,7 +94,7 @@ class ShapeUnit:
         own, work = self.shapes, given.work
         held, outputs = saved
         held = held + [_hold(each, work) for each in own.recomputed]
-        dy.put(own.feeds, work)
+        dy.put(self._sent, work)
         self._scratch(own.backward_temporaries, work)
         work.flops(own.recompute_flops + own.backward_flops)
         mine = [key for key in dy.grads if key[0] == self._index]
@@ -144,7 +158,7 @@ class ShapeModel:
             Group(each.name, each.shapes, each.role, None if each.dtype is None else np.dtype(each.dtype))
             for each in shapes.groups
         ]
-        self._x, self._target = _Batch(shapes.inputs), _Batch(shapes.targets)
+        self._x, self._target = _Batch(shapes.inputs), _Batch([shapes.target, *shapes.more_targets])
         self.layers: list[Layer] = []
         for index, unit in enumerate(shapes.units):
             own = [groups[number] for number in unit.groups]
@@ -192,7 +206,7 @@ class ShapeModel:
         if self._temporaries and own.forward_temporaries:
             work.free(work.hold(own.forward_temporaries, dtype=np.dtype(np.uint8)))
         pending = _Pending()
-        pending.put(own.feeds, work)
+        pending.put(_sent(own, self.shapes), work)
         if self._temporaries and own.backward_temporaries:
             work.free(work.hold(own.backward_temporaries, dtype=np.dtype(np.uint8)))
         work.flops(own.forward_flops + own.backward_flops)
@@ -205,20 +219,21 @@ def _check(shapes: ModelShapes) -> None:
     """Refuse a record whose indices do not fit together."""
     ends = (*shapes.units, shapes.loss)
     for index, unit in enumerate(ends):
-        if not all(0 <= feed.unit < index for feed in unit.feeds):
+        fed = [feed.unit if isinstance(feed, Feed) else feed for feed in unit.feeds]
+        if not all(0 <= number < index for number in fed):
             raise ValueError(
-                f"ShapeModel: a unit's gradients go to units before it; {unit.name}, unit {index}, feeds "
-                f"{[feed.unit for feed in unit.feeds]}. List the units in the order of the forward pass."
+                f"ShapeModel: a unit's gradients go to units before it; {unit.name}, unit {index}, feeds {fed}. List "
+                f"the units in the order of the forward pass."
             )
         if not all(0 <= group < len(shapes.groups) for group in unit.groups):
             raise ValueError(
                 f"ShapeModel: groups are indices into the model's {len(shapes.groups)}; {unit.name} has "
                 f"{list(unit.groups)}."
             )
-    if not shapes.units or not shapes.inputs or not shapes.targets or not shapes.loss.feeds:
+    if not shapes.units or not shapes.inputs or not shapes.loss.feeds:
         raise ValueError(
-            f"ShapeModel: needs units, inputs, targets and a loss that feeds at least one unit; got "
-            f"{len(shapes.units)}, {len(shapes.inputs)}, {len(shapes.targets)} and {len(shapes.loss.feeds)}."
+            f"ShapeModel: needs units, inputs and a loss that feeds at least one unit; got {len(shapes.units)}, "
+            f"{len(shapes.inputs)} and {list(shapes.loss.feeds)}."
         )
 
 

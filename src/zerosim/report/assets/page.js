@@ -49,7 +49,8 @@
       frames.push({ held, total: after, event: { kind, name, unit, nbytes, phase, sign } });
     }
     if (shortage) {
-      frames.push({ held: shortage.held, total: total(shortage.held), event: { kind: "shortage", ...shortage, sign: 0 } });
+      const held = shortage.on_card;
+      frames.push({ held, total: total(held), event: { kind: "shortage", ...shortage, sign: 0 } });
     }
     const top = frames.reduce((best, frame, index) => (frame.total > frames[best].total ? index : best), 0);
     run = { ...run, frames, shortage, top, peak: run.peak ?? frames[top].total };
@@ -152,7 +153,8 @@
     const unit = event.unit || "the model";
     if (kind === "shortage") {
       const asked = `${bytes(event.asked)} of ${event.band} were asked for ${unit}`;
-      return ["out of memory", `${asked} on top of ${bytes(frame.total)}: the run ends here.`];
+      const where = event.place === "host" ? " on the host" : "";
+      return ["out of memory", `${asked} on top of ${bytes(total(event.held))}${where}: the run ends here.`];
     }
     if (kind === "hold") {
       const [verb, text] = own(HOLDS, name) ?? ["hold", () => `Each rank holds more of ${name} for ${unit}.`];
@@ -249,7 +251,7 @@
       const height = (each) =>
         Math.max(
           ...each.frames.map((frame) => this.sum(frame)),
-          each.shortage && state.shown === "all" ? total(each.shortage.held) + each.shortage.asked : 0,
+          each.shortage?.place === "card" && state.shown === "all" ? total(each.shortage.held) + each.shortage.asked : 0,
         );
       this.most = Math.max(...(state.scale === "fit" ? [run] : runs).map(height), 1);
       this.top = Math.max(...run.frames.map((frame) => this.sum(frame)));
@@ -446,7 +448,10 @@
       if (!runs.some(({ ranks }) => ranks === this.state.ranks)) this.state.ranks = largest;
       this.slot = 0;
       this.timer = 0;
-      for (const [value, text] of [...names.map((name) => [name, name]), ["", "all, in lockstep"]]) {
+      const choices = names.map((name) => [name, name]);
+      if (names.length > 1) choices.push(["", "all, in lockstep"]);
+      find("scale").hidden = names.length < 2;
+      for (const [value, text] of choices) {
         const input = make("input", { type: "radio", name: "scheme", value });
         input.checked = value === this.state.scheme;
         input.addEventListener("change", () => this.set({ scheme: value }));
@@ -993,7 +998,12 @@
     find("memory-of").addEventListener("change", memory);
     find("traffic-unit").addEventListener("change", traffic);
     find("difference-of").addEventListener("change", difference);
-    const all = () => [memory, traffic, loss, difference].forEach((chart) => chart());
+    // What was not run has no chart: other N, or schemes to compare with.
+    const drawn = { memory, traffic, loss, difference };
+    if (!data.sweep.length) for (const id of ["memory", "traffic"]) delete drawn[id];
+    if (Object.keys(data.losses).length < 2) delete drawn.difference;
+    for (const id of ["memory", "traffic", "difference"]) find(id).closest("figure").hidden = !(id in drawn);
+    const all = () => Object.values(drawn).forEach((chart) => chart());
     for (const query of [dark, narrow]) query.addEventListener("change", all);
     all();
   }

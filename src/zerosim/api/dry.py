@@ -1,0 +1,77 @@
+"""A step on shapes: nothing is allocated but counted all the same, so that a thousand ranks take a second.
+
+Owns ``dry``. Must not know the schedule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerosim.api.models import is_module
+from zerosim.bands import FP32
+from zerosim.counts import Report
+from zerosim.model import MLP
+from zerosim.options import Options, chosen, with_options
+from zerosim.stages import Stage
+from zerosim.worlds.dry import DryRing, Shapes
+
+
+@with_options
+def dry(
+    model: Any,
+    row: Stage,
+    *,
+    ranks: int,
+    rows: int = 8,
+    batch: tuple[Any, Any] | None = None,
+    wrap: Any = None,
+    loss: Any = None,
+    options: Options | None = None,
+    **keywords: Any,
+) -> Report:
+    """One step of ``model`` under ``row`` on N ``ranks``, on shapes alone: its report, to the byte that of a real step.
+
+    * ``model``: an ``MLP``, which is given ``rows`` rows per rank; or a ``torch.nn.Module``, on any device, with
+      one rank's ``batch`` (x, y) as an example, and ``wrap`` and ``loss`` as in ``compare``.
+    * Options come as keywords, as one record, or as both.
+
+    OutOfMemory, as in a real step, if ``capacity`` would be passed; ValueError or TypeError for what cannot be run.
+
+    >>> import zerosim as zs
+    >>> report = zs.dry(zs.MLP((4096, 16384, 4096)), zs.ZeRO3, ranks=1024)
+    >>> sum(report.resident.values()), report.peak.unit
+    (2097472, 'layer 2')
+    """
+    asked = chosen(options, keywords)
+    if isinstance(model, MLP):
+        shapes = Shapes(model)
+        given: Any = shapes.batch(rows * asked.accumulate)
+    elif is_module(model):
+        shapes, given = _measured(model, batch, wrap, loss, asked)
+    else:
+        raise TypeError(f"dry(model): a model is an MLP or a torch.nn.Module; got {type(model).__name__}.")
+    scheme = row(shapes, ranks, asked, ring=DryRing(ranks))
+    scheme.step(given)
+    return scheme.reports[-1]
+
+
+def _measured(module: Any, batch: tuple[Any, Any] | None, wrap: Any, loss: Any, options: Options) -> tuple[Any, Any]:
+    """The module's shapes, and a batch of them."""
+    import torch  # there already, as the module is one
+
+    from zerosim.planner.python_path import blocks
+    from zerosim.torch_models.profile import cross_entropy, measure
+    from zerosim.worlds.shapes import ShapeModel
+
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            f"dry(batch): a module needs an example of one rank's (x, y); got {type(batch).__name__}. Empty tensors of "
+            f"the right shapes, on torch.device('meta') say, will do."
+        )
+    x, y = (torch.as_tensor(each) for each in batch)
+    compute = "fp32" if options.recipe.working == FP32 else "bf16"
+    shapes = measure(
+        module, x, blocks(module) if wrap is None else wrap, compute=compute, loss=loss or cross_entropy, target=y
+    )
+    model = ShapeModel(shapes)
+    return model, model.batch(options.accumulate)

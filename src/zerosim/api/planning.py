@@ -1,0 +1,352 @@
+"""Plans from Python: the planner's question as typed keywords, and its answer as an object.
+
+Owns ``plan`` and ``Planned``: all that is coupled to the planner from here. Where the planner speaks
+of what is typed on a command line, ``--memory 80GB``, this says ``memory="80GB"``. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from zerosim.api.models import is_module
+from zerosim.bands import PRECISIONS
+from zerosim.model import MLP
+from zerosim.planner import cards, conventions, question
+from zerosim.planner import models as sources
+from zerosim.planner import plan as planner
+from zerosim.planner.model_source import ModelSource, Perceptron
+from zerosim.records import plan as records
+from zerosim.records.plan import Cell, Finetuning, Network, Question
+from zerosim.stages import Stage
+from zerosim.util import arguments, sizes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Gpus = int | str | Sequence[int]
+_OPTION = re.compile(r"--([a-z][a-z-]*)(?: (\d[\w.]*(?:/s)?|[A-Z]\w*|full|none|selective|bf16|fp32)\b)?")
+_ALIASES = {"scheme": "rows", "stage": "rows"}
+
+
+class Planned:
+    """What training takes: made by ``plan``. In a notebook it shows itself.
+
+    * ``fits``: whether any row fits on the GPUs that were asked for; None where no card was named.
+    * ``best``: the first row that fits, the one that shards least, with what it holds and sends; None if none does.
+    * ``record``: everything: see ``zerosim.records.plan``.
+
+    >>> import zerosim as zs
+    >>> found = zs.plan([64, 128, 64], gpus=2, memory="250kB")
+    >>> found.fits, found.best.name, found.best.fits, sorted(found.to_dict())[:3]
+    (True, 'ZeRO-1', True, ['cells', 'cluster', 'created'])
+    """
+
+    def __init__(self, record: records.Plan) -> None:
+        self.record = record
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether any row fits on every number of GPUs that was asked for."""
+        if self.record.question.memory is None:
+            return None
+        return all(self.record.first_fit(ranks) is not None for ranks in self.record.question.asked)
+
+    @property
+    def best(self) -> Cell | None:
+        """The first row that fits on the fewest GPUs that were asked for."""
+        return self.record.first_fit(min(self.record.question.asked))
+
+    def table(self) -> Shown:
+        """Everything that the command prints, as text, or as HTML in a notebook."""
+        from rich.console import Console
+
+        from zerosim.report import plan_console
+
+        console = Console(file=io.StringIO(), highlight=False, width=plan_console.WIDTH)
+        plan_console.show(self.record, console, estimates=self.record.question.convention != "zero")
+        assert isinstance(console.file, io.StringIO)
+        lines = (line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
+        return Shown(in_python("\n".join(lines)))
+
+    def chart(self) -> Figure:
+        """The peaks by band under every row, with the card's line: a matplotlib figure."""
+        from zerosim.report.plan_chart import peaks
+
+        return peaks(self.record)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts and lists, as in the JSON that the command writes."""
+        found: dict[str, Any] = msgspec.to_builtins(self.record)
+        return found
+
+    def __repr__(self) -> str:
+        asked, model = self.record.question, self.record.model
+        numbers = ", ".join(f"{ranks:,}" for ranks in asked.asked)
+        card = f" × {asked.card or sizes.text(asked.memory)}" if asked.memory else " GPUs"
+        verdict = "no card named"
+        if asked.memory is not None:
+            best = self.best
+            verdict = "does not fit"
+            if best is not None and best.room is not None:
+                verdict = (
+                    f"fits with {best.name}: {sizes.text(best.peak.total, binary=asked.binary)} at the peak, "
+                    f"{sizes.text(best.room, binary=asked.binary)} to spare"
+                )
+        return f"Planned({model.name}, {model.params:,} parameters, on {numbers}{card}: {verdict})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self))}</p>{self.table()._repr_html_()}"
+
+
+class Shown(str):
+    """Text that shows itself as it is: at a prompt, printed, or in a notebook."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="line-height: 1.2">{html.escape(str(self))}</pre>'
+
+
+def plan(
+    model: Any,
+    *,
+    gpus: Gpus,
+    card: str | None = None,
+    memory: int | str | None = None,
+    seq: int | None = None,
+    micro_batch: int = 1,
+    checkpoint: Literal["none", "full", "selective"] = "none",
+    accumulate: int = 1,
+    rows: Sequence[Stage] | None = None,
+    convention: Literal["zero", "deepspeed", "fsdp2", "megatron"] = "zero",
+    precision: str | None = None,
+    wire: str | None = None,
+    wire_params: str | None = None,
+    sync: Literal["each", "end"] | None = None,
+    bucket: str | int | None = None,
+    prefetch: int | None = None,
+    global_batch: int | None = None,
+    optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam",
+    kv: Literal["grouped", "expanded"] = "grouped",
+    lora: int | None = None,
+    targets: Sequence[str] = ("all-linear",),
+    other_parts: Literal["frozen", "left out", "trained"] = "frozen",
+    sweep: bool = False,
+    efficiency: float | None = None,
+    peak: float | None = None,
+    bandwidth: float | str | None = None,
+    node_bandwidth: float | str | None = None,
+    latency: float | None = None,
+    node_latency: float | None = None,
+    node_size: int | None = None,
+    inputs: Callable[[int, int | None], Any] | None = None,
+    wrap: Any = None,
+    loss: Callable[[Any, Any], Any] | Literal["fp32", "bf16", "chunked", "fused"] = "fp32",
+    target: Callable[[int, int | None], Any] | None = None,
+    advance: Callable[[str], None] | None = None,
+) -> Planned:
+    """What training ``model`` takes on so many GPUs: memory by band and peak, traffic, and a bound on the time.
+
+    * ``model``: a Hugging Face ``config.json``, its folder or its contents as a dict (needs the extra ``plan``);
+      a ``torch.nn.Module``, on any device; an ``MLP`` or the widths of one; or ``"package.module:factory"``.
+    * ``gpus``: a number, several, or a range as in ``"2-64"``; ``sweep`` adds the powers of two around a number.
+    * ``card``: a preset, as in ``"H100"``; ``memory``: bytes of a card, or with a unit, as in ``"80GB"``.
+    * ``seq``: tokens in a row; ``micro_batch``: rows per rank at a time, ``accumulate`` of them a step, or as many
+      as make up a ``global_batch`` of rows on all ranks.
+    * ``checkpoint``: activation checkpointing; ``rows``: the schemes, by default all that the ``convention`` has.
+    * ``precision``, ``wire``, ``wire_params``, ``sync``, ``bucket``, ``prefetch``: by default the convention's.
+    * ``efficiency``, ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``),
+      ``latency`` and ``node_latency`` (µs a hop), ``node_size``: for the time's bound, by default the card's.
+    * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
+      ``kv``: keys and values that heads share are kept once, or a copy for each head.
+    * ``lora``: train adapters of that rank beside the linear layers named in ``targets``, and freeze all else;
+      ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input.
+    * For a module: ``inputs(rows, seq)`` gives what it is called with (by default token numbers [rows, seq]),
+      ``target(rows, seq)`` an example of the target, ``wrap`` its blocks; ``loss`` may be a function of output and
+      target.
+    * ``advance`` is called with what it is at.
+
+    ValueError, with what would work, for what cannot be planned; ModuleNotFoundError without the extra that it needs.
+
+    >>> import zerosim as zs
+    >>> found = zs.plan([512, 2048, 512], gpus=8, memory="20MB")
+    >>> found
+    Planned(MLP 512-2048-512, 2,099,712 parameters, on 8 × 20.0 MB: fits with ZeRO-1: 12.1 MB at the peak, ...)
+    >>> found.fits, found.best.name
+    (True, 'ZeRO-1')
+    """
+    with _in_callers_words():
+        rules = conventions.convention(convention)
+        asked = question.gpus(_typed_gpus(gpus))
+        preset = _card(card)
+        nbytes, binary = _memory(memory, preset.memory if preset is not None else None)
+        if precision is not None:
+            arguments.one_of("plan", "precision", precision, PRECISIONS)
+        question_ = question.check(
+            Question(
+                model=_named(model),
+                asked=asked,
+                gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
+                rows=list(rows) if rows is not None else list(rules.rows(precision)),
+                convention=convention,
+                memory=nbytes,
+                card=None if preset is None else preset.name,
+                binary=binary,
+                precision=precision,
+                wire=wire,
+                wire_params=wire_params,
+                micro_batch=micro_batch,
+                sequence=seq,
+                checkpoint=checkpoint,
+                accumulate=accumulate,
+                sync=sync,
+                bucket=question.bucket(bucket, precision or rules.precision) if isinstance(bucket, str) else bucket,
+                prefetch=prefetch,
+                global_batch=global_batch,
+                optimizer=optimizer,
+                loss="fp32" if callable(loss) else loss,
+                kv=kv,
+                finetuning=Finetuning(other_parts=other_parts, lora=lora, targets=tuple(targets) if lora else ()),
+                network=Network(
+                    efficiency=efficiency,
+                    peak=None if peak is None else peak * 1e12,
+                    within=_rate("bandwidth", bandwidth),
+                    between=_rate("node_bandwidth", node_bandwidth),
+                    hop_within=None if latency is None else latency * 1e-6,
+                    hop_between=None if node_latency is None else node_latency * 1e-6,
+                    node=node_size,
+                ),
+            )
+        )
+        own = {"inputs": inputs, "wrap": wrap, "loss": loss if callable(loss) else None, "target": target}
+        source = _source(model, question_.finetuning, **own)
+        return Planned(planner.make(source, question_, advance or (lambda doing: None)))
+
+
+# -- what is asked, as the planner has it
+
+
+def _typed_gpus(gpus: Gpus) -> list[str]:
+    if isinstance(gpus, bool) or not isinstance(gpus, (int, str, Sequence)):
+        raise TypeError(f"plan(gpus): a number of GPUs, several, or a range as in '2-64'; got {gpus!r}.")
+    return [gpus] if isinstance(gpus, str) else [str(each) for each in ([gpus] if isinstance(gpus, int) else gpus)]
+
+
+def _card(name: str | None) -> cards.Card | None:
+    if name is None:
+        return None
+    known = {each.name.lower(): each for each in cards.CARDS.values()}
+    if str(name).lower() not in known:
+        raise ValueError(
+            f"plan(card): one of {', '.join(each.name for each in known.values())}; got {name!r}. For another card "
+            f'say what it has, as in memory="80GB".'
+        )
+    return known[name.lower()]
+
+
+def _memory(memory: int | str | None, preset: int | None) -> tuple[int | None, bool]:
+    """Bytes of a card, and whether they were given in powers of two."""
+    if memory is None:
+        return preset, False
+    if not isinstance(memory, str):
+        return arguments.integer("plan", "memory", memory), False
+    try:
+        return sizes.parse(memory), "i" in memory.lower()
+    except ValueError as error:
+        raise ValueError(f"plan(memory): {error}") from error
+
+
+def _rate(name: str, rate: float | str | None) -> float | None:
+    if not isinstance(rate, str):
+        return rate
+    try:
+        return float(sizes.parse(rate.strip().removesuffix("/s")))
+    except ValueError as error:
+        raise ValueError(f"plan({name}): {error}") from error
+
+
+def _named(model: Any) -> str:
+    """What the question calls the model."""
+    return os.fspath(model) if isinstance(model, (str, Path)) else type(model).__name__
+
+
+def _source(model: Any, finetuning: Finetuning, **parts: Any) -> ModelSource:
+    """What the planner takes a model from."""
+    described = isinstance(model, (str, Path, dict))
+    if not described and finetuning != Finetuning():
+        raise ValueError(
+            f"plan({'lora' if finetuning.lora else 'other_parts'}): this is for a config.json or a model's name; a "
+            f"{type(model).__name__} says itself what is trained. Leave it out."
+        )
+    if is_module(model):
+        return _module(model, **parts)
+    if unused := [name for name, value in parts.items() if value is not None]:
+        raise ValueError(f"plan({unused[0]}): this is for a torch.nn.Module; got {type(model).__name__}. Leave it out.")
+    if isinstance(model, MLP):
+        return Perceptron(model.widths)
+    if isinstance(model, (str, Path)):
+        return sources.read(os.fspath(model), finetuning)
+    if isinstance(model, dict):
+        from zerosim.planner.config_source import ConfigSource
+
+        name = str(model.get("_name_or_path") or model.get("model_type") or "config")
+        found: Any = ConfigSource(model, name, name, finetuning)
+        return found  # type: ignore[no-any-return]
+    if isinstance(model, Sequence):
+        return sources.read(",".join(map(str, model)))
+    raise TypeError(
+        f"plan(model): a config.json, a torch.nn.Module, an MLP, a list of layer sizes, or 'package.module:factory'; "
+        f"got {type(model).__name__}."
+    )
+
+
+def _module(module: Any, *, inputs: Any, wrap: Any, loss: Any, target: Any) -> ModelSource:
+    from zerosim.planner import python_path as paths
+
+    given = {"inputs": inputs, "wrap": wrap, "loss": loss, "target": target}
+    made = {"module": module} | {name: value for name, value in given.items() if value is not None}
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"plan(model): a {type(module).__name__} has no parameters, so there is nothing to train.")
+    return paths._source(made, "torch.nn.Module")
+
+
+# -- the caller's words
+
+
+def in_python(text: str) -> str:
+    """What is said of a command line's options, said of keywords.
+
+    >>> in_python("takes a card: --memory 80GB, or --card. Leave --seq out and use --micro-batch.")
+    'takes a card: memory="80GB", or card=. Leave seq= out and use micro_batch=.'
+    """
+
+    def keyword(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        name = _ALIASES.get(name, name).replace("-", "_")
+        if value is not None and not value.isdigit():
+            value = f'"{value}"'
+        return f"{name}={value or ''}"
+
+    return _OPTION.sub(keyword, text).replace("plan(MODEL)", "plan(model)").replace("MODEL is", "model is")
+
+
+@contextmanager
+def _in_callers_words() -> Iterator[None]:
+    """Errors of the planner, in Python's words."""
+    try:
+        yield
+    except (ValueError, ModuleNotFoundError) as error:
+        said = in_python(str(error))
+        if said == str(error):
+            raise
+        raise type(error)(said) from error

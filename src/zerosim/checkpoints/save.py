@@ -1,0 +1,117 @@
+"""Writing a run to a folder.
+
+Owns what of a run is written and by whom: each piece of each state once, by the lowest rank that has it.
+Gradients are not: the next step makes them anew. Must not know the format.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from zerosim.bands import Array, Band, Place
+from zerosim.checkpoints import files
+from zerosim.checkpoints.files import BucketRecord, FileRecord, Index
+from zerosim.model import MLP
+from zerosim.options import LossScale, Options
+from zerosim.schemes import Scheme
+
+NOT_SAVED = (Band.GRADS, Band.MAIN_GRADS)
+RUN_ONLY = ("capacity", "host_capacity", "node", "kernels", "threads")  # options that decide no number
+
+
+def save(scheme: Scheme, folder: str | Path) -> Index:
+    """Write the run to ``folder``, whole or not at all: one file per rank and an index. Returns the index.
+
+    What was there before stays until all of it is written. A rank's pieces are copied to its host before
+    they are written; the ledger has the copies. OSError, with the older checkpoint intact, if the disk is full;
+    CheckpointError if another is being written there; ValueError for a run of which not all ranks live here.
+
+    >>> import zerosim as zs
+    >>> zs.save(zs.ZeRO2(zs.MLP(), ranks=2), "folder").row.name
+    'ZeRO-2'
+    """
+    folder = Path(folder)
+    if len(scheme.ring.ids) != scheme.ring.size:
+        raise ValueError(
+            f"save: {len(scheme.ring.ids)} of {scheme.ring.size} ranks live in this process. Save where all of them do."
+        )
+    owners: dict[tuple[str, Band], dict[int, int]] = {}
+    for bucket in scheme.buckets:
+        for band in _saved(bucket.states):
+            pieces = bucket.pieces[band].tolist() if band in bucket.pieces else list(scheme.ring.ids)
+            owners[bucket.name, band] = {piece: pieces.index(piece) for piece in dict.fromkeys(pieces)}
+    records = []
+    with files.writing(folder):
+        for row, rank in enumerate(scheme.ring.ids):
+            tensors: dict[str, Array] = {}
+            found: list[tuple[str, str, int, int]] = []
+            for bucket in scheme.buckets:
+                for band in _saved(bucket.states):
+                    mine = [piece for piece, owner in owners[bucket.name, band].items() if owner == row]
+                    for piece in mine:
+                        tensors[f"{bucket.name}/{band}"] = copy = bucket.states[band][row].copy()
+                        scheme.ledger.copy(Place.HOST, Band.CHECKPOINT, copy.nbytes, bucket.name)
+                        scheme.ledger.hold(Band.CHECKPOINT, copy.nbytes, bucket.name, Place.HOST)
+                        found.append((bucket.name, str(band), piece, len(owners[bucket.name, band])))
+            content = files.tensors_bytes(tensors)
+            name = files.write_tensors(folder, rank, scheme.steps, content)
+            records.append(FileRecord(rank, name, files.digest(content), len(content), found))
+            for name, copy in tensors.items():  # ranks write one after another here, and each holds its own alone
+                scheme.ledger.free(Band.CHECKPOINT, copy.nbytes, name.rpartition("/")[0], Place.HOST)
+        index = _index(scheme, records)
+        files.write_index(folder, index)
+    return index
+
+
+def _saved(states: dict[Band, Array]) -> list[Band]:
+    return [band for band in states if band not in NOT_SAVED]
+
+
+def _index(scheme: Scheme, records: list[FileRecord]) -> Index:
+    scaler = scheme.scaler
+    return Index(
+        schema=files.SCHEMA,
+        row=scheme.stage,
+        ranks=scheme.ring.size,
+        node=scheme.options.node,
+        options=options_record(scheme.options),
+        model=model_record(scheme.model),
+        n_params=scheme.model.n_params,
+        buckets=[
+            BucketRecord(
+                bucket.name, str(bucket.group.role), [list(shape) for shape in bucket.group.shapes], bucket.padded
+            )
+            for bucket in scheme.buckets
+        ],
+        steps=scheme.steps,
+        updates=scheme.updates,
+        scaler=None if scaler is None else (scaler.scale, scaler.good_steps, scaler.tolerated),
+        generator=dict(getattr(scheme.model, "generator_state", dict)()),
+        files=records,
+        versions={name: importlib.metadata.version(name) for name in ("zerosim", "numpy", "safetensors")},
+    )
+
+
+def options_record(options: Options) -> dict[str, Any]:
+    """The options that decide numbers, as plain values; the optimizer with its kind."""
+    found: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in RUN_ONLY:
+            continue
+        if field.name == "optimizer":
+            value = {"kind": type(value).__name__} | asdict(value)
+        elif isinstance(value, LossScale):
+            value = asdict(value)
+        found[field.name] = value
+    return found
+
+
+def model_record(model: Any) -> dict[str, Any]:
+    """What it takes to make the model again, or its kind alone."""
+    if type(model) is MLP:
+        return {"kind": "MLP", "widths": list(model.widths), "seed": model.seed}
+    return {"kind": type(model).__name__}

@@ -1,0 +1,125 @@
+"""Ranks to try one's own implementation on: N processes of this machine, in a gloo group, forked from this one.
+
+Owns their start, their output and their end, in a notebook as in a script. Must not know what they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+dist: Any = torch.distributed
+LIMIT = 300.0  # seconds
+
+
+class Ran(NamedTuple):
+    """How the ranks ended: their exit codes, and what they printed, rank by rank; ``errors`` are their tracebacks."""
+
+    codes: list[int]
+    output: str
+    errors: list[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all ended well."""
+        return not any(self.codes)
+
+
+def run_ranks(
+    function: Callable[[int], Any], ranks: int = 4, *, timeout: float = LIMIT, show: bool = True
+) -> Ran:  # fmt: skip
+    """Call ``function(rank)`` on so many ranks, each a process of its own with a gloo group, and print what they print.
+
+    A rank that raises, or exits with a code, ends with that; all are ended after ``timeout`` seconds. What the
+    function needs may lie in a notebook: the processes are forked, which Windows cannot.
+
+    >>> run_ranks(lambda rank: print("rank", rank), ranks=2, show=False).output
+    'rank 0\\nrank 1\\n'
+    """
+    if not hasattr(os, "fork"):
+        raise OSError("run_ranks: needs processes that can be forked, as on Linux and macOS. Use torchrun instead.")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    importlib.import_module("torch._dynamo")  # an optimizer does it at its first call, and here it is once for all
+    gc.freeze()  # so that nobody who looks at all objects copies this process's
+    try:
+        with tempfile.TemporaryDirectory(prefix="zerosim-ranks-") as name:
+            folder = Path(name)
+            started = [_start(function, rank, ranks, folder, timeout) for rank in range(ranks)]
+            codes = _wait(started, timeout)
+            output = "".join((folder / f"out-{rank}").read_text(errors="replace") for rank in range(ranks))
+            errors = [(folder / f"err-{rank}").read_text(errors="replace") for rank in range(ranks)]
+    finally:
+        gc.unfreeze()
+    if show:
+        print(output, end="")
+        if any(codes) and not output and (first := next((text for text in errors if text), "")):
+            print(first, end="")
+    return Ran(codes, output, errors)
+
+
+def _start(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, timeout: float) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        for stream, name in ((1, "out"), (2, "err")):
+            file = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(file, stream)
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), "w", buffering=1, encoding="utf-8") for fd in (1, 2))
+        code = _serve(function, rank, ranks, folder, timeout)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # nothing of the parent's is tidied up here
+
+
+def _serve(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, timeout: float) -> int:
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+        function(rank)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - whatever it is, it is this rank's, and the others must hear of its end
+        traceback.print_exc()
+        return 1
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+    return 0
+
+
+def _wait(processes: list[int], timeout: float) -> list[int]:
+    """Their exit codes, negative for a signal, in the order given."""
+    codes: dict[int, int] = {}
+    until = time.monotonic() + timeout
+    while len(codes) < len(processes):
+        for process in processes:
+            if process not in codes:
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended:
+                    codes[process] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            for process in processes:
+                if process not in codes:
+                    os.kill(process, signal.SIGKILL)
+            until = float("inf")
+        time.sleep(0.01)
+    return [codes[process] for process in processes]

@@ -1,0 +1,181 @@
+"""A job's own configuration as options of a plan: DeepSpeed's ds_config.json, Accelerate's YAML.
+
+Owns what is read from each, and what is refused. Must not know how a plan is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+INSTEAD = "What is planned are data parallel and ZeRO-1 to -3 over all N GPUs"
+PARALLEL = {
+    "tensor": ("tensor_parallel", "autotp_size", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pipeline": ("pipeline", "pp_size", "pipeline_parallel_size", "pp_degree", "pipeline_model_parallel_size"),
+    "context": ("cp_size", "sp_size", "sequence_parallel_size", "context_parallel_size"),
+    "expert": ("ep_size", "expert_parallel_size", "moe_expert_parallel_size"),
+}
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Options by the names that they have in a plan, and what is to be said about the file."""
+
+    options: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def read(path: Path) -> JobConfig:
+    """The options that the file asks for. ValueError, with what would work, for what isn't planned."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"plan(config): {path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from error
+    if path.suffix.lower() in (".yaml", ".yml"):
+        values = _yaml(path, text)
+    else:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"plan(config): {path} is not JSON: {error}. Pass a ds_config.json or a YAML.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"plan(config): {path} holds no keys; got {type(values).__name__}.")
+    _refuse_parallel(values, path)
+    reader: Callable[[Mapping[str, Any], Path], JobConfig] | None = None
+    if "distributed_type" in values or "compute_environment" in values:
+        reader = _accelerate
+    elif {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16"} & values.keys():
+        reader = _deepspeed
+    if reader is None:
+        raise ValueError(
+            f"plan(config): {path} is neither DeepSpeed's nor Accelerate's; its keys are {', '.join(list(values)[:6])}."
+            f" Pass a ds_config.json, or what accelerate config writes."
+        )
+    found = reader(values, path)
+    return JobConfig({name: value for name, value in found.options.items() if value is not None}, found.notes)
+
+
+def _yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("plan(config): a YAML file takes PyYAML. Install zerosim[plan].") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"plan(config): {path} is not YAML: {' '.join(str(error).split())}.") from error
+
+
+def refuse(what: str, who: str) -> ValueError:
+    """The error for a kind of job that isn't planned."""
+    return ValueError(f"plan({who}): {what} is not planned. {INSTEAD}; leave it out to plan these.")
+
+
+def _refuse_parallel(values: Mapping[str, Any], path: Path, within: str = "") -> None:
+    for key, value in values.items():
+        for kind, names in PARALLEL.items():
+            name = next((name for name in names if key == name or key.endswith(f"_{name}")), None)
+            size = value.get("tp_size", value.get("autotp_size", 2)) if isinstance(value, Mapping) else value
+            if name and isinstance(size, int) and size > 1:
+                raise refuse(f"{kind} parallelism ({within}{key} in {path.name})", "config")
+        if key == "device" and value == "nvme":
+            raise refuse(f"offloading to NVMe ({within}{key} in {path.name})", "config")
+        if isinstance(value, Mapping):
+            _refuse_parallel(value, path, f"{within}{key}.")
+
+
+def _number(value: Any) -> int | None:
+    """A positive integer, or None for "auto" and what else says nothing."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _deepspeed(values: Mapping[str, Any], path: Path) -> JobConfig:
+    zero = values.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"plan(config): zero_optimization.stage is 0, 1, 2 or 3; {path} has {stage!r}.")
+    for part in ("offload_optimizer", "offload_param"):
+        device = (zero.get(part) or {}).get("device", "none")
+        if device not in ("none", None):
+            raise refuse(f"offloading to the {device} (zero_optimization.{part} in {path.name})", "config")
+    half = [name for name in ("bf16", "fp16") if (values.get(name) or {}).get("enabled") in (True, "auto")]
+    optimizer = ((values.get("optimizer") or {}).get("type") or "adam").lower()
+    known = {"adam": "adam", "adamw": "adamw", "fusedadam": "adamw", "onebitadam": "adam", "sgd": "sgd"}
+    return JobConfig(
+        {
+            "convention": "deepspeed",
+            "schemes": (str(stage),),
+            "precision": {"bf16": "bf16", "fp16": "mixed"}[half[0]] if half else "fp32",
+            "micro_batch": _number(values.get("train_micro_batch_size_per_gpu")),
+            "accumulate": _number(values.get("gradient_accumulation_steps")),
+            "global_batch": _number(values.get("train_batch_size")),
+            "bucket_elements": _number(zero.get("reduce_bucket_size")),
+            "optimizer": known.get(optimizer),
+        },
+        _autos(values, path),
+    )
+
+
+def _autos(values: Mapping[str, Any], path: Path) -> list[str]:
+    """A note on what the file leaves to its trainer."""
+    names = [key for key, value in _flat(values) if value == "auto"]
+    return [f"{path.name} leaves to its trainer, and the plan to its defaults: {', '.join(names)}"] if names else []
+
+
+def _flat(values: Mapping[str, Any], within: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        found += _flat(value, f"{within}{key}.") if isinstance(value, Mapping) else [(f"{within}{key}", value)]
+    return found
+
+
+def _accelerate(values: Mapping[str, Any], path: Path) -> JobConfig:
+    kind = str(values.get("distributed_type", "NO")).upper()
+    options: dict[str, Any] = {
+        "gpus": (str(values["num_processes"]),) if _number(values.get("num_processes")) else None,
+    }
+    half = str(values.get("mixed_precision", "no")).lower()
+    notes: list[str] = []
+    if kind == "FSDP":
+        fsdp = values.get("fsdp_config") or {}
+        strategy = str(fsdp.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+        keeps = str(fsdp.get("fsdp_reshard_after_forward", strategy)).upper() in ("FALSE", "SHARD_GRAD_OP", "2")
+        if str(fsdp.get("fsdp_offload_params", False)).lower() == "true":
+            raise refuse(f"offloading to the CPU (fsdp_offload_params in {path.name})", "config")
+        if strategy in ("NO_SHARD", "3"):
+            options |= {"convention": "zero", "schemes": ("ddp",)}
+        else:
+            options |= {"convention": "fsdp2", "schemes": ("3",)}
+        if strategy in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
+            raise refuse(f"sharding within a node ({strategy} in {path.name})", "config")
+        if keeps:
+            notes.append(f"{path.name} keeps gathered parameters until backward; the plan releases them after forward")
+        if str(fsdp.get("fsdp_activation_checkpointing", False)).lower() == "true":
+            options["checkpoint"] = "full"
+        options["precision"] = {"no": "fp32", "bf16": None, "fp16": "mixed"}.get(half)
+    elif kind == "DEEPSPEED":
+        inner = values.get("deepspeed_config") or {}
+        if (named := inner.get("deepspeed_config_file")) is not None:
+            found = read((path.parent / named) if not Path(named).is_absolute() else Path(named))
+            return JobConfig({**options, **found.options}, found.notes)
+        zero = {"stage": inner.get("zero_stage", 2)}
+        zero |= {
+            f"offload_{part}": {"device": inner.get(f"offload_{part}_device", "none")}
+            for part in ("optimizer", "param")
+        }
+        _refuse_parallel(zero, path)
+        steps = inner.get("gradient_accumulation_steps")
+        found = _deepspeed(
+            {"zero_optimization": zero, "gradient_accumulation_steps": steps, half: {"enabled": True}}, path
+        )
+        options |= found.options
+    elif kind in ("MULTI_GPU", "MULTI_CPU", "NO"):
+        options |= {"convention": "zero", "schemes": ("ddp",), "precision": "autocast" if half == "bf16" else None}
+    else:
+        raise refuse(f"distributed_type {kind} ({path.name})", "config")
+    return JobConfig(options, notes)

@@ -1,0 +1,114 @@
+"""The optimizer's pass over what each rank owns, on the card or on the host.
+
+Owns which elements of a bucket are updated with which rate, and where they lie meanwhile. Must not
+know layers, nor how the parameters get to the ranks that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from zerosim.bands import FP32, MODEL_STATES, Array, Band, Place
+from zerosim.buckets import Bucket
+from zerosim.gradients import Gradients
+from zerosim.options import Options
+from zerosim.parameters import Parameters
+from zerosim.ranks import Ranks
+from zerosim.stages import Stage
+
+OWNED = tuple(band for band in MODEL_STATES if band not in (Band.PARAMS, Band.GRADS))  # what the optimizer has alone
+
+
+class Update:
+    """Updates what is trained, each rank the pieces that are its own under ``row``, of ``n`` ranks."""
+
+    def __init__(
+        self, row: Stage, buckets: Sequence[Bucket], parameters: Parameters, gradients: Gradients, ranks: Ranks,
+        options: Options, n: int,
+    ) -> None:  # fmt: skip
+        self._row, self._n, self._options = row, n, options
+        self._buckets = [bucket for bucket in buckets if bucket.trainable]
+        self._parameters, self._gradients = parameters, gradients
+        self._ranks, self._ledger = ranks, ranks.ledger
+
+    def apply(self, factor: Shaped[Array, "R 1"] | None, *, step: int, rate: float) -> None:
+        """Update what each rank owns, with gradients read times ``factor`` and learning rates times ``rate``."""
+        for bucket in self._buckets:
+            owned = [self._parameters.owned(bucket), self._gradients.owned(bucket)]
+            shape = max((each.shape for each in owned), key=len)  # pieces of what is whole lie as their ring does
+            with self._where_updated(bucket, *(each.reshape(shape) for each in owned)) as (params, grads):
+                states: dict[Band, Array] = {
+                    band: state.reshape(shape) for band, state in bucket.states.items() if band in OWNED
+                }
+                if (main := states.get(Band.MAIN_GRADS)) is not None:
+                    self._ranks.kernels.convert(grads, main)
+                    grads = main
+                if factor is not None:  # a register: what is kept is not rewritten
+                    scaled = np.empty_like(grads, FP32, shape=shape)
+                    self._ranks.kernels.convert(grads, scaled)
+                    grads = np.multiply(scaled, factor.reshape(*shape[:-1], 1), out=scaled)
+                    self._ledger.flops(grads.size // len(self._ranks.ids))
+                master = states.get(Band.MASTER, params)
+                moments = {str(band): states[band] for band in self._options.optimizer.states}
+                done: list[list[int]] = []  # operations, by rank where each is updated by itself
+                for part, lr, decay, first in self._parts(bucket, shape):
+                    if first:
+                        done.append([])
+                    self._options.optimizer.update(
+                        master[part], grads[part], **{name: state[part] for name, state in moments.items()},
+                        step=step, flops=done[-1].append, lr=lr * rate, weight_decay=decay,
+                        kernels=self._ranks.kernels,
+                    )  # fmt: skip
+                self._ledger.flops(max(map(sum, done)))
+                if master is not params:
+                    self._ranks.kernels.convert(master, params)
+                self._ledger.computed(bucket.name)
+
+    def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float, bool]]:
+        """What ranks own of a bucket, cut where rate or weight decay change: with both, and if it is a rank's first."""
+        rates = self._options.optimizer.rates(bucket.name, bucket.group.shapes)
+        if len(set(rates)) == 1:
+            yield ..., *rates[0], True
+            return
+        ends = np.cumsum([prod(each) for each in bucket.group.shapes]).tolist()
+        ends[-1] = bucket.padded
+        n, node, length = self._n, self._options.node, shape[-1]
+        for row, rank in enumerate(self._ranks.ids):
+            start = self._row.piece(Band.MASTER, rank, n, node)[0] * length
+            at = np.unravel_index(row, shape[:-1])
+            for first, last, (lr, decay) in zip([0, *ends[:-1]], ends, rates, strict=True):
+                low, high = max(first - start, 0), min(last - start, length)
+                if low < high:
+                    yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), lr, decay, low == 0
+
+    @contextmanager
+    def _where_updated(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:
+        """The owned parameters and gradients [..., n] where the optimizer is: on the host, they are copied there."""
+        if "optimizer" not in self._row.offload:
+            yield params, grads
+            return
+        rows, copies = len(self._ranks.ids), []
+
+        def down(band: Band, array: Array) -> Array:
+            copies.append(here := self._ranks.hold(band, (array.size // rows,), bucket.name, place=Place.HOST))
+            self._ranks.kernels.convert(array, here.reshape(array.shape))
+            self._ledger.copy(Place.HOST, band, here.nbytes // rows, bucket.name)
+            return here.reshape(array.shape)
+
+        if not self._row.offloads(Band.GRADS):
+            grads = down(Band.GRADS, grads)
+        there = self._row.offloads(Band.PARAMS)
+        updated = params if there or Band.MASTER in bucket.states else down(Band.PARAMS, params)
+        yield updated, grads
+        if not there:
+            if updated is not params:
+                self._ranks.kernels.convert(updated, params)
+            self._ledger.copy(Place.CARD, Band.PARAMS, params.nbytes // rows, bucket.name)
+        for array in copies:
+            self._ranks.free(array)

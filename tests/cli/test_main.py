@@ -1,0 +1,37 @@
+"""The front of the command line: it says what the commands say, without loading them."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from zerosim.cli.main import SUMMARIES, main
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_is_what_its_command_says(name: str) -> None:
+    """The help's line for a command is the first that the command's own help has."""
+    assert main.commands[name].get_short_help_str(limit=200) == SUMMARIES[name]
+    done = CliRunner().invoke(main, [name, "--help"])
+    assert done.exit_code == 0
+    assert SUMMARIES[name][:40] in " ".join(done.output.split())
+
+
+def test_help_loads_no_numpy() -> None:
+    """What is only said is said without NumPy, torch or a command's module."""
+    code = (
+        "import sys; sys.argv = ['zerosim', '--help']\n"
+        "try:\n    from zerosim.cli.main import main; main()\n"
+        "finally:\n    print(sorted({'numpy', 'torch', 'numba', 'zerosim.cli.lab'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "corroborate" in done.stdout
+
+
+def test_an_unknown_command_is_refused() -> None:
+    """A command that there is not is an error of usage, and no import."""
+    done = CliRunner().invoke(main, ["lad"])
+    assert done.exit_code == 2
+    assert "No such command 'lad'" in done.output
