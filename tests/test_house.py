@@ -69,7 +69,6 @@ LONG = {
     "report/page_tables",
     "schemes",
     "theory/forms",
-    "torch_models/meta_run",
 }
 
 KNOW_TORCH = ["worlds/torch_ring", "frameworks/", "torch_models/", "planner/", "conformance/", "api/dry"]

@@ -92,7 +92,7 @@ def test_a_model_knows_its_shapes_for_other_rows() -> None:
     model = from_torch(CASES["normalised"].make(), batch[0], squared)
     assert [model.shapes(rows).inputs[0].shape for rows in (None, 7)] == [(ROWS, 5), (7, 5)]
     assert model.shapes(7).target.shape == (7, 3)
-    with pytest.raises(ValueError, match=r"measure\(target\)"):
+    with pytest.raises(ValueError, match=r"TorchModel\(target\)"):
         TorchModel(CASES["normalised"].make(), batch[0][0], loss=squared).shapes()
 
 

@@ -27,10 +27,10 @@ def model_for(call: str, model: Any, x: Any, *, wrap: Any = None, loss: Any = No
     TypeError for what is neither, ValueError for a module that cannot be cut so.
     """
     if is_module(model):
-        from zerosim.planner.python_path import blocks
-        from zerosim.torch_models.model import TorchModel, cross_entropy
+        from zerosim.torch_models.losses import cross_entropy
+        from zerosim.torch_models.model import TorchModel
 
-        return TorchModel(model, x, blocks(model) if wrap is None else wrap, loss=loss or cross_entropy)
+        return TorchModel(model, x, wrap, loss=loss or cross_entropy)
     if not isinstance(model, Model):
         raise TypeError(
             f"{call}(model): a model is an MLP or a torch.nn.Module; got {type(model).__name__}. For a list of layer "

@@ -53,13 +53,13 @@ def example_of(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Example:
     return Example(*call, tuple(found))
 
 
-def read_example(inputs: Any, compute: Any) -> Example:
+def read_example(inputs: Any, compute: Any, device: str = "cpu") -> Example:
     """The example that a caller has passed, numbers of floating point in ``compute``. ValueError if it is none."""
 
     def tensor(leaf: Any) -> Any:
         if not isinstance(leaf, (torch.Tensor, np.ndarray)):
             return leaf
-        given = torch.as_tensor(leaf).detach().to("cpu")
+        given = torch.as_tensor(leaf).detach().to(device)
         if given.dim() == 0 or 0 in given.shape:
             raise ValueError(
                 f"TorchModel(inputs): the first axis of every tensor is the rows, one or more; got shape "
@@ -82,12 +82,20 @@ def read_example(inputs: Any, compute: Any) -> Example:
     return example
 
 
-def read_target(target: Any) -> Any:
+def read_target(target: Any, device: str = "cpu") -> Any:
     """The example of a target that a caller has passed, as it will come in a batch; None if there is none."""
-    if target is None:
-        return None
-    array = _targets([(None, target)], [([], [_array("TorchModel(target): target", each) for each in _leaves(target)])])
-    return target_of(array, 0, array.shape[1])
+
+    def tensor(leaf: Any) -> torch.Tensor:
+        given = torch.as_tensor(leaf).detach().to(device)
+        if given.is_floating_point():
+            return given.float()
+        return given if given.dtype is torch.bool else given.long()
+
+    if isinstance(target, Mapping):
+        return {name: tensor(leaf) for name, leaf in target.items()}
+    if isinstance(target, tuple):
+        return tuple(map(tensor, target))
+    return None if target is None else tensor(target)
 
 
 def check_batch(

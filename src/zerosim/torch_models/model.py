@@ -35,7 +35,7 @@ from zerosim.torch_models.units import Wrap, blocks
 from zerosim.util.arguments import integer, one_of
 from zerosim.worlds.model_shapes import ModelShapes
 
-__all__ = ["TorchModel", "from_torch"]
+__all__ = ["TorchModel", "from_torch", "shapes_of"]
 
 
 class TorchModel:
@@ -256,6 +256,37 @@ def from_torch(
             f"{type(batch).__name__}."
         )
     return TorchModel(module, pair[0], loss=loss, target=pair[1], **options)
+
+
+def shapes_of(
+    module: torch.nn.Module,
+    inputs: Any,
+    wrap: Wrap = None,
+    *,
+    compute: str = "fp32",
+    checkpoint: str = "none",
+    loss: Loss = cross_entropy,
+    target: Any = None,
+) -> ModelShapes:
+    """What the simulator would hold of a module, byte for byte, without training it: ``TorchModel(...).shapes()``.
+
+    Nothing is allocated, so that the module and the tensors may have no values; the arguments are
+    ``TorchModel``'s. What only values show, such as that layers must be joined, is not seen.
+
+    >>> with torch.device("meta"):
+    ...     net = torch.nn.Sequential(torch.nn.Linear(10**6, 10**6), torch.nn.ReLU(), torch.nn.Linear(10**6, 1))
+    ...     shapes = shapes_of(net, torch.empty(8, 10**6), loss=torch.nn.MSELoss(), target=torch.empty(8, 1))
+    >>> shapes.n_params
+    1000002000001
+    """
+    one_of("TorchModel", "compute", compute, DTYPES)
+    kind = DTYPES[compute]
+    check_dtypes(slots_of(module).values(), kind)
+    shapes: ModelShapes = layer_shapes(
+        module, read_example(inputs, kind, "meta"), Decisions(blocks(module) if wrap is None else wrap), compute=kind,
+        checkpoint=checkpoint, loss=loss, target=read_target(target, "meta"),
+    )  # fmt: skip
+    return shapes
 
 
 def _check_module(module: torch.nn.Module, compute: Any) -> None:
