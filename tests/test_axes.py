@@ -17,6 +17,7 @@ from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
 from zerosim.comm import Comm
 from zerosim.counts import Report
+from zerosim.ledger import Ledger
 from zerosim.model import MLP
 from zerosim.options import Gather, Options, Sync
 from zerosim.ranks import OutOfMemory, Ranks, Workspace

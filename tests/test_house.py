@@ -66,6 +66,7 @@ LONG = {
     "records/plan",
     "records/results",
     "report/lab_console",
+    "real_ranks/rendezvous",
     "report/page_tables",
     "schemes",
     "theory/forms",

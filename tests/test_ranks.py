@@ -36,6 +36,8 @@ ALWAYS = {
     "activations": 4,
     "buffers": 4,
     "scalars": 4,
+    "optimizer scales": 4,
+    "checkpoint": 1,
 }
 
 

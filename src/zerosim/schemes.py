@@ -363,7 +363,7 @@ class Scheme:
                 f"Scheme.flat({band}): {self.name} shards it over {count} ranks, of which only "
                 f"{list(self.ring.ids)} live in this process; read ranks[i] and put the shards together."
             )
-        whole: Array = state[[pieces.index(piece) for piece in range(count)]].reshape(-1)
+        whole: Array = np.concatenate([state[pieces.index(piece)] for piece in range(count)])
         return whole[: bucket.size]
 
     def bytes_per_param(self) -> float:

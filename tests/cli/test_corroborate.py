@@ -28,6 +28,7 @@ torch_needed = pytest.mark.skipif(
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # ranks are forked from here, with what is switched on here
 
 COMMAND = "from zerosim.cli.corroborate import corroborate; corroborate()"
+AT_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # wherever tests run
 SLACK = 30.0  # seconds for a machine with other things to do
 SMALL = ("--ranks", "2", "--steps", "2", "--precision", "mixed")
 
@@ -261,7 +262,7 @@ def test_an_interrupted_command_leaves_nothing_behind(number: signal.Signals, tm
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
     arguments = ["--ranks", "2", "--steps", "1000", "--precision", "mixed", "--collectives", "ring", "--out", str(out)]
     with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments],
+        [sys.executable, "-c", AT_A_TERMINAL + COMMAND, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
     ) as command:  # fmt: skip
         assert command.stderr is not None

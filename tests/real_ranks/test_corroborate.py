@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -62,14 +63,14 @@ def day() -> Corroboration:
     return run(DAY)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in NIGHT])
-def night(request: pytest.FixtureRequest) -> Corroboration:
-    return run(NIGHT[request.param])
+@cache
+def night(name: str) -> Corroboration:
+    return run(NIGHT[name])
 
 
-@pytest.fixture(params=["day", pytest.param("night", marks=pytest.mark.slow)])
+@pytest.fixture(params=["day", *(pytest.param(name, marks=pytest.mark.slow) for name in NIGHT)])
 def found(request: pytest.FixtureRequest) -> Corroboration:
-    record = request.getfixturevalue(request.param)
+    record = request.getfixturevalue("day") if request.param == "day" else night(request.param)
     assert isinstance(record, Corroboration)
     return record
 

@@ -178,7 +178,7 @@ def test_an_address_that_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> 
     says = "'no.such.host' cannot be resolved: Name or service not known"
     with pytest.raises(ValueError, match=says):
         take_part(member(0, 2, 1, "no.such.host"), SLACK)
-    with pytest.raises(RankFailure, match=f"Rank 1 failed to reach rank 0: .*{says}"):
+    with pytest.raises(RankFailure, match=f"Rank 1 failed to start: .*{says}"):
         take_part(member(1, 2, 1, "no.such.host"), SLACK)
 
 

@@ -16,61 +16,47 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerosim
-from zerosim.bands import PRECISIONS, WIRES, Band
+from helpers import EVERYWHERE, OWN, options, perceptrons
 from zerosim.counts import Phase
 from zerosim.model import MLP
-from zerosim.optimizer import SGD, Adam
 from zerosim.ranks import OutOfMemory
-from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO1, ZeRO2, ZeRO3
+from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.dry import DryArray, DryRing, Shapes
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 Options = dict[str, Any]
 SOURCE = Path(zerosim.__file__).parent
+SMALL = MLP((7, 5, 3))
 
 
 # -- what the dry world counts
 
 
+Case = tuple[Stage, MLP, int, int, Options]
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int, int, Options]:
-    """A stage, widths, N, rows per rank and the options of a scheme: any combination that it does not refuse."""
-    stage = draw(st.integers(0, 3))
-    recipes = [name for name, row in PRECISIONS.items() if row.everywhere or stage == 3]
-    precision = PRECISIONS[draw(st.sampled_from(recipes))]
-    accumulate = draw(st.integers(1, 3))
-
-    def wire(carried: np.dtype[Any]) -> st.SearchStrategy[str]:
-        return st.sampled_from([name for name, dtype in WIRES.items() if name == "fp32" or dtype == carried])
-
-    options: Options = {
-        "precision": precision.name,
-        "wire": draw(wire(precision.dtypes(WIRES["fp32"])[Band.UNREDUCED])),
-        "wire_params": draw(wire(precision.working)),
+def cases(draw: st.DrawFn) -> Case:
+    """A row, a model, N, rows per rank and the options of a scheme: any combination that it does not refuse."""
+    stage = draw(st.sampled_from([*SCHEMES, *OWN]))
+    shared = draw(options([*EVERYWHERE, *["fsdp"] * bool(stage.params)]))
+    shared |= {
+        "sync": draw(st.sampled_from([None, "each", "end"])),
         "gather": draw(st.sampled_from(["layer", "model"])),
         "prefetch": draw(st.integers(0, 2)),
-        "bucket": draw(st.sampled_from(["layer", "model", 23, 89])),
-        "padding": draw(st.sampled_from(["N", "2N", "rows"])),
-        "accumulate": accumulate,
-        "sync": draw(st.sampled_from([None, "each", "end"])),
         "all_reduce": draw(st.booleans()),
-        "checkpoint": draw(st.booleans()),
-        "optimizer": draw(st.sampled_from([Adam(), SGD(), SGD(momentum=0.9)])),
     }
-    widths = tuple(draw(st.lists(st.integers(1, 11), min_size=2, max_size=5)))
     ranks = draw(st.integers(1, 7) | st.integers(1, 7) | st.integers(1, 40))
-    return stage, widths, ranks, accumulate * draw(st.integers(1, 3)), options
+    return stage, draw(perceptrons), ranks, shared["accumulate"] * draw(st.integers(1, 3)), shared
 
 
-def simulated(stage: int, widths: tuple[int, ...], ranks: int, **options: Any) -> Scheme:
-    return SCHEMES[stage](MLP(widths), ranks, **options)
+def dry(stage: Stage, model: MLP, ranks: int, **options: Any) -> Scheme:
+    return stage(Shapes(model), ranks, ring=DryRing(ranks), **options)
 
 
-def dry(stage: int, widths: tuple[int, ...], ranks: int, **options: Any) -> Scheme:
-    return SCHEMES[stage](Shapes(MLP(widths)), ranks, ring=DryRing(ranks), **options)
-
-
-def zeros(widths: tuple[int, ...], ranks: int, rows: int) -> list[tuple[Any, Any]]:
-    return [(np.zeros((rows, widths[0]), np.float32), np.zeros((rows, widths[-1]), np.float32))] * ranks
+def zeros(model: MLP, ranks: int, rows: int) -> list[tuple[Any, Any]]:
+    return [(np.zeros((rows, model.widths[0]), np.float32), np.zeros((rows, model.widths[-1]), np.float32))] * ranks
 
 
 def counted(scheme: Scheme) -> dict[str, Any]:
@@ -101,18 +87,16 @@ def counted(scheme: Scheme) -> dict[str, Any]:
 
 @settings(max_examples=50)
 @given(case=cases(), steps=st.sampled_from([1, 1, 2]))
-@example(case=(3, (7, 5, 3), 5, 2, {"wire": "fp16"}), steps=3)
-@example(case=(3, (5, 3, 2), 37, 1, {}), steps=1)  # more ranks than the parameters of a layer
-@example(case=(0, (5, 3, 2), 1, 1, {"bucket": "model"}), steps=2)
-def test_the_dry_world_counts_what_the_simulator_counts(
-    case: tuple[int, tuple[int, ...], int, int, Options], steps: int
-) -> None:
+@example(case=(ZeRO3, SMALL, 5, 2, {"wire": "fp16"}), steps=3)
+@example(case=(ZeRO3, MLP((5, 3, 2)), 37, 1, {}), steps=1)  # more ranks than the parameters of a layer
+@example(case=(DP, MLP((5, 3, 2)), 1, 1, {"bucket": "model"}), steps=2)
+def test_the_dry_world_counts_what_the_simulator_counts(case: Case, steps: int) -> None:
     """In any scheme bytes at rest and at every peak, traffic, FLOPs and events are the simulator's, step by step."""
-    stage, widths, ranks, rows, options = case
-    real, shapes = simulated(stage, widths, ranks, **options), dry(stage, widths, ranks, **options)
+    stage, model, ranks, rows, options = case
+    real, shapes = stage(model, ranks, **options), dry(stage, model, ranks, **options)
     for _ in range(steps):
-        real.step(zeros(widths, ranks, rows))
-        shapes.step(Shapes(MLP(widths)).batch(rows))
+        real.step(zeros(model, ranks, rows))
+        shapes.step(Shapes(model).batch(rows))
     assert counted(shapes) == counted(real)
     assert shapes.bytes_per_param() == real.bytes_per_param()
     assert shapes.peak_bytes_per_param() == real.peak_bytes_per_param()
@@ -133,21 +117,17 @@ def failure(start: Callable[[], Scheme], batch: list[tuple[Any, Any]]) -> tuple[
 
 @settings(max_examples=25)
 @given(case=cases(), fraction=st.floats(0, 1, exclude_max=True))
-@example(case=(3, (7, 5, 3), 5, 2, {}), fraction=0.999)
-@example(case=(2, (7, 5, 3), 5, 2, {}), fraction=0.0)
-def test_the_dry_world_runs_out_of_memory_where_the_simulator_does(
-    case: tuple[int, tuple[int, ...], int, int, Options], fraction: float
-) -> None:
+@example(case=(ZeRO3, SMALL, 5, 2, {}), fraction=0.999)
+@example(case=(ZeRO2, SMALL, 5, 2, {}), fraction=0.0)
+def test_the_dry_world_runs_out_of_memory_where_the_simulator_does(case: Case, fraction: float) -> None:
     """Whatever the capacity below the peak, the same hold fails in both worlds, with the same ledger up to there."""
-    stage, widths, ranks, rows, options = case
-    free = dry(stage, widths, ranks, **options)
-    batch = Shapes(MLP(widths)).batch(rows)
+    stage, model, ranks, rows, options = case
+    free = dry(stage, model, ranks, **options)
+    batch = Shapes(model).batch(rows)
     free.step(batch)
     capacity = max(1, int(fraction * free.ledger.peak().total))
-    real, real_counts = failure(
-        lambda: simulated(stage, widths, ranks, capacity=capacity, **options), zeros(widths, ranks, rows)
-    )
-    shapes, dry_counts = failure(lambda: dry(stage, widths, ranks, capacity=capacity, **options), batch)
+    real, real_counts = failure(lambda: stage(model, ranks, capacity=capacity, **options), zeros(model, ranks, rows))
+    shapes, dry_counts = failure(lambda: dry(stage, model, ranks, capacity=capacity, **options), batch)
     for name in ("rank", "band", "unit", "asked", "held", "capacity"):
         assert getattr(shapes, name) == getattr(real, name)
     assert dry_counts == real_counts
@@ -155,18 +135,18 @@ def test_the_dry_world_runs_out_of_memory_where_the_simulator_does(
 
 def test_the_loss_is_not_known() -> None:
     """A step's loss is NaN in the dry world: it has no values to compute one from."""
-    scheme = dry(2, (7, 5, 3), 5)
-    assert math.isnan(scheme.step(Shapes(MLP((7, 5, 3))).batch(2)))
+    scheme = dry(ZeRO2, SMALL, 5)
+    assert math.isnan(scheme.step(Shapes(SMALL).batch(2)))
     assert math.isnan(scheme.reports[0].loss)
 
 
 def test_full_parameters_have_their_shape() -> None:
     """What can be put together from rank 0 has the shape and dtype that it would have; a shard alone is refused."""
-    theta = dry(2, (7, 5, 3), 5, precision="fp32").full_theta()
+    theta = dry(ZeRO2, SMALL, 5, precision="fp32").full_theta()
     assert theta.shape == (7 * 5 + 5 + 5 * 3 + 3,)
     assert theta.dtype == np.float32
     with pytest.raises(ValueError, match="only \\[0\\] live in this process"):
-        dry(3, (7, 5, 3), 5).full_theta()
+        dry(ZeRO3, SMALL, 5).full_theta()
 
 
 # -- sizes that nothing else reaches
@@ -239,7 +219,7 @@ def test_bytes_may_pass_what_64_bits_hold() -> None:
     array = DryArray((2**40, 2**40), np.float32)
     assert (array.size, array.nbytes, array[:, :3].nbytes) == (2**80, 4 * 2**80, 2**40 * 3 * 4)
     assert type(DryArray((np.int64(2**40), np.int64(2**40)), np.float32).nbytes) is int
-    scheme = dry(0, (2**30, 2**30), 2, precision="fp32")
+    scheme = dry(DP, MLP((2**30, 2**30)), 2, precision="fp32")
     scheme.step(Shapes(MLP((2**30, 2**30))).batch(8))
     assert scheme.ledger.total == 4 * 4 * (2**60 + 2**30) > 2**63
     assert scheme.reports[0].flops[Phase.FORWARD] == 2 * 8 * 2**60 > 2**63
@@ -326,8 +306,8 @@ def test_a_batch_has_rows(rows: Any) -> None:
 )
 def test_a_batch_that_does_not_fit_is_refused(x: DryArray, y: DryArray, error: type[Exception]) -> None:
     """Widths, rows and dtype are checked as the simulator checks them, before anything changes."""
-    scheme = dry(3, (7, 5, 3), 5)
-    real = simulated(3, (7, 5, 3), 1)
+    scheme = dry(ZeRO3, SMALL, 5)
+    real = ZeRO3(SMALL, 1)
     with pytest.raises(error, match=r"step\(batch\)"):
         scheme.step([(x, y)])
     with pytest.raises(error, match=r"step\(batch\)"):
@@ -337,12 +317,12 @@ def test_a_batch_that_does_not_fit_is_refused(x: DryArray, y: DryArray, error: t
 
 def test_a_batch_is_one_pair() -> None:
     """One rank lives in the dry world, so one pair is what a step takes; the arrays may have values."""
-    scheme, pair = dry(3, (7, 5, 3), 5), Shapes(MLP((7, 5, 3))).batch(2)
+    scheme, pair = dry(ZeRO3, SMALL, 5), Shapes(SMALL).batch(2)
     with pytest.raises(ValueError, match=r"one .* pair per rank, 1 in all"):
         scheme.step(pair * 5)
     with pytest.raises(ValueError, match=r"one .* pair per rank, 1 in all"):
         scheme.step([])
-    scheme.step(zeros((7, 5, 3), 1, 2))
+    scheme.step(zeros(SMALL, 1, 2))
     assert len(scheme.reports) == 1
 
 

@@ -14,7 +14,7 @@ from zerosim.cli.errors import Commands
 
 # Each command is the function of that name in the module of that name; beside it, what it first says of itself.
 SUMMARIES = {
-    "check": "Judge a recorded training of one's own again, without its ranks.",
+    "check": "Hold a recorded training to the simulator.",
     "checkpoint": "Look at checkpoints, cut them anew, or put the parameters into one file.",
     "corroborate": "Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.",
     "lab": "Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3, or other schemes, side by side and check them.",

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerosim.layers import Role
 from zerosim.planner import config_file, hf_inputs, hf_models, lora
-from zerosim.planner.config_source import Facts
+from zerosim.planner.config_facts import Facts
 from zerosim.planner.model_source import Inputs
 from zerosim.records.plan import Finetuning
 from zerosim.torch_models.profile import measure

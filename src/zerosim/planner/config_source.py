@@ -14,31 +14,12 @@ import msgspec
 
 from zerosim.planner import shape_cache
 from zerosim.planner.batch_sizes import BatchSizes, compact
+from zerosim.planner.config_facts import Facts
 from zerosim.planner.model_source import Prepared, Workload, too_large
 from zerosim.records.plan import Finetuning
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many
-
-
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a model whatever is asked of it.
-
-    ``name`` is the class; ``most`` the tokens of a row that it was made for, and ``table`` whether it has no positions
-    beyond; ``length`` whether its rows have a length at all; ``attention`` and ``call`` say how it runs: the
-    implementation, and which of the things that it may be called with. ``runs`` is False where it can't
-    be run on shapes: then only its parameters are known.
-    """
-
-    name: str
-    most: int | None
-    table: bool
-    length: bool
-    attention: str
-    call: int
-    largest_module: int
-    notes: tuple[str, ...]
-    runs: bool = True
 
 
 class ConfigSource:

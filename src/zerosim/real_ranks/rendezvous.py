@@ -173,10 +173,10 @@ def _relay(child: Child, me: Membership, timeout: float) -> int:
                         if isinstance(message, Address):
                             link = stack.enter_context(contextlib.closing(_call(message, timeout)))
                             selector.register(link, selectors.EVENT_READ)
-                        elif key.fileobj is child.connection:
-                            if link is None:
-                                raise _failed(me, f"failed to reach rank 0: {getattr(message, 'text', '')}")
+                        elif key.fileobj is child.connection and link is not None:
                             link.send(message)
+                        elif isinstance(message, Trouble):
+                            raise _failed(me, f"failed to start: {message.text}")
                         elif isinstance(message, Bye):
                             return _leave(message, child)
                         else:
@@ -186,7 +186,7 @@ def _relay(child: Child, me: Membership, timeout: float) -> int:
                     link.send(status)
                     told = status
                 if link is None and not status.alive:
-                    raise _failed(me, f"{status.how} before it reached rank 0")
+                    raise _failed(me, _last_words(child) or f"{status.how} before it reached rank 0")
                 silence = time.monotonic() - heard
                 if link is None and silence > timeout:
                     raise _failed(
@@ -228,6 +228,15 @@ def _leave(bye: Bye, child: Child) -> int:
     return bye.code
 
 
+def _last_words(child: Child) -> str:
+    """What a child that has ended said of it, if that has not been heard yet."""
+    with contextlib.suppress(EOFError, OSError):
+        for message in child.connection.pump():
+            if isinstance(message, Trouble):
+                return f"failed to start: {message.text}"
+    return ""
+
+
 def _said(end: Any, selector: selectors.BaseSelector) -> list[Message]:
     """What has come over a connection; nothing, and no more of it, once it is closed."""
     try:
@@ -266,7 +275,8 @@ def _assemble(server: socket.socket, own: Child, world: int, timeout: float) -> 
                         elif isinstance(message, Trouble):
                             raise RankFailure(Verdict(f"Rank 0 failed to start: {message.text}", [0], {}))
                 if 0 in missing and not (status := own.status()).alive:
-                    raise RankFailure(Verdict(f"Rank 0 {status.how} before it began.", [0], {}))
+                    how = _last_words(own) or f"{status.how} before it began"
+                    raise RankFailure(Verdict(f"Rank 0 {how}.", [0], {}))
                 if time.monotonic() > deadline:
                     text = f"Of {world} ranks these have not come within {timeout:g} s: {', '.join(map(str, missing))}."
                     advice = " Start all with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT."

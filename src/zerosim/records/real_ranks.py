@@ -87,7 +87,8 @@ class Settings(Record):
         """The options of the runs in that precision."""
         working = PRECISIONS[precision].working
         wire = self.wire if self.wire != WORKING else next(name for name, dtype in WIRES.items() if dtype == working)
-        return Options(precision=precision, wire=wire, **self.schedule)  # type: ignore[arg-type]
+        # Each rank is a process, and its memory is weighed: numba would be 120 MB of it, and a third of a second.
+        return Options(**{"precision": precision, "wire": wire, "kernels": "numpy", **self.schedule})  # type: ignore[arg-type]
 
 
 class Flow(Record):
