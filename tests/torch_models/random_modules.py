@@ -54,7 +54,7 @@ class Tracking(nn.Module):  # type: ignore[misc]
         y = self.layer(x)
         if self.anew:
             y = y * self.mean
-            self.mean = 0.75 * self.mean + 0.25 * y.detach().mean(0)
+            self.mean: Any = 0.75 * self.mean + 0.25 * y.detach().mean(0)
             return y
         with torch.no_grad():
             self.mean.mul_(0.75).add_(y.mean(0), alpha=0.25)
@@ -198,7 +198,7 @@ class Net(nn.Module):  # type: ignore[misc]
 
     def _averaged(self, values: list[Any], at: int) -> Any:
         y = values[at] - self.average
-        self.average = 0.5 * self.average + 0.5 * values[at].detach().mean(0)
+        self.average: Any = 0.5 * self.average + 0.5 * values[at].detach().mean(0)
         return y
 
     def _borrowed(self, values: list[Any], part: int, at: int) -> Any:

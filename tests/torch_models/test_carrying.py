@@ -39,7 +39,7 @@ def written(x: Any) -> Any:
     return x
 
 
-class Double(torch.autograd.Function):  # type: ignore[misc]
+class Double(torch.autograd.Function):  # type: ignore[misc, name-defined]
     """Its gradient is no derivative of what it computes."""
 
     @staticmethod
@@ -64,7 +64,7 @@ def listed(self: Any, x: Any) -> Any:
     return torch.stack(kept).mean(0)
 
 
-CUT: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
+CUT: dict[str, tuple[Callable[[Any, Any], Any], list[str] | None]] = {
     # each layer a unit: what is between them is carried
     "glue": (lambda self, x: self.c(torch.relu(self.b(torch.relu(self.a(x))))), ["a", "b", "c"]),
     "before and after": (lambda self, x: self.c(self.b(self.a(2 * x))).tanh(), ["a", "b", "c"]),

@@ -47,7 +47,7 @@ def batch(ranks: int, rows: int = ROWS) -> Any:
 
 def test_rows_and_checkpoints_draw_the_same() -> None:
     """All rows learn the same bits, and so does a layer that runs its forward again, units or all layers."""
-    options = {"accumulate": 2, "sync": "each"}
+    options: dict[str, Any] = {"accumulate": 2, "sync": "each"}
     runs = [stage(model(), 3, **options) for stage in SCHEMES]
     runs += [ZeRO3(model(), 3, checkpoint=True, **options), DP(model(checkpoint="full"), 3, **options)]
     for _ in range(3):

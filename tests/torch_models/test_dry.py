@@ -52,7 +52,7 @@ def test_micro_batches_count_the_same() -> None:
     case, ranks, accumulate = CASES["tied"], 2, 3
     model = model_of(case)
     simulated = ZeRO2(model, ranks, accumulate=accumulate)
-    simulated.step([tuple(np.tile(part, (accumulate, 1)) for part in pair) for pair in case.batch(ranks)])  # type: ignore[misc]
+    simulated.step([tuple(np.tile(part, (accumulate, 1)) for part in pair) for pair in case.batch(ranks)])
     compare(dry(model, ZeRO2, ranks, accumulate=accumulate), simulated.reports[0])
 
 
@@ -64,10 +64,10 @@ def test_what_skips_layers_counts_the_same() -> None:
         Skipping(), batch, lambda found, wanted: (found["sum"] * wanted["sum"]).sum() + found["last"].mean()
     )
     for stage in SCHEMES:
-        for options in ({}, {"checkpoint": True}):
-            simulated = stage(model, 3, precision="fp32", **options)
+        for checkpoint in (False, True):
+            simulated = stage(model, 3, precision="fp32", checkpoint=checkpoint)
             simulated.step(batch)
-            compare(dry(model, stage, 3, precision="fp32", **options), simulated.reports[0])
+            compare(dry(model, stage, 3, precision="fp32", checkpoint=checkpoint), simulated.reports[0])
 
 
 def test_dropout_counts_the_same() -> None:

@@ -29,7 +29,7 @@ class Does(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.one, self.two, self.what, self.calls = nn.Linear(3, 3), nn.Linear(3, 3), what, 0
         self.register_buffer("mean", torch.zeros(3))
-        self.constant, self.last, self.seen = torch.ones(3), torch.zeros(3), []
+        self.constant, self.last, self.seen = torch.ones(3), torch.zeros(3), list[int]()
 
     def forward(self, x: Any) -> Any:
         y = self.one(x)
@@ -53,7 +53,7 @@ def change(name: str, value: Callable[[Any, Any], Any]) -> Callable[[Any, Any, A
     return lambda self, x, y: setattr(self, name, value(getattr(self, name), y))
 
 
-class Stashing(torch.autograd.Function):  # type: ignore[misc]
+class Stashing(torch.autograd.Function):  # type: ignore[misc, name-defined]
     """Keeps a tensor where nobody looks."""
 
     @staticmethod
@@ -217,7 +217,7 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
     scheme = DP(TorchModel(module, X, loss=squared), 2)
     x, target = np.ones((ROWS, 3), np.float32), np.zeros((ROWS, 3), np.float32)
     with pytest.raises(ValueError, match="same shapes on every rank"):
-        scheme.step([(x * np.float32([[0], [0], [1]]), target), (x * np.float32([[1], [2], [3]]), target)])
+        scheme.step([(x * scale, target) for scale in (np.float32(0), np.float32(1))])
     assert scheme.ledger.held[Band.ACTIVATIONS] == 0
 
 
@@ -236,6 +236,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_unknown_options_are_refused() -> None:
     """Each option says what it may be."""
     module = nn.Linear(3, 3)
+    wrong: dict[str, Any]
     for wrong, words in (
         ({"compute": "fp8"}, "fp32, fp16, bf16; got 'fp8'"),
         ({"checkpoint": "some"}, "none, full, selective; got 'some'"),
@@ -253,7 +254,7 @@ def test_unknown_options_are_refused() -> None:
         with pytest.raises(ValueError, match=words):
             TorchModel(module, X, **wrong)
     with pytest.raises(TypeError, match=r"torch\.nn\.Module is needed"):
-        TorchModel(3, X)  # type: ignore[arg-type]
+        TorchModel(3, X)
 
 
 def test_losses_that_are_none_are_refused() -> None:
@@ -299,7 +300,7 @@ def test_other_batches_are_refused() -> None:
         ([(np.ma.masked_array(x), target)] * 2, TypeError, "masked array, and its mask would be ignored"),
     ):
         with pytest.raises(error, match=words):
-            model.check(batch, 2)  # type: ignore[arg-type]
+            model.check(batch, 2)
     tied = model_of(CASES["tied"])
     with pytest.raises(ValueError, match="of 0 to 9; got 0 to 10"):
         tied.check([(np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 11, target)], 1)

@@ -95,4 +95,4 @@ def test_wrap_rules_that_make_no_units_are_refused() -> None:
         with pytest.raises(TypeError, match="a class of modules"):
             partition(Tied(), wrong)
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        partition(3, nn.Linear)  # type: ignore[arg-type]
+        partition(3, nn.Linear)

@@ -33,3 +33,16 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
+
+
+@contextmanager
+def deterministic(name: str) -> Iterator[None]:
+    """Refuse, with ValueError, what draws random numbers within the block where they cannot be drawn again."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+        raise ValueError(
+            f"{name} draws random numbers, which nobody could draw again here. Set dropout to 0, call module.eval() or "
+            f"leave them out."
+        )

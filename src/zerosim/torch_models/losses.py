@@ -15,6 +15,7 @@ from jaxtyping import Float, Shaped
 from zerosim.bands import Array
 from zerosim.ranks import Workspace
 from zerosim.torch_models.batch import target_of
+from zerosim.torch_models.draws import deterministic
 from zerosim.torch_models.op_counters import counting
 from zerosim.torch_models.saved_tensors import SavedTensors
 from zerosim.torch_models.tensors import Carried, Gradients, Held
@@ -60,12 +61,9 @@ class RankLoss:
             }
             wanted = target_of(target, rank, batch.rows[rank])
             saved = SavedTensors(_there(memory, wanted))
-            state = torch.get_rng_state()
-            with counting(first) as flops, saved.recording(), torch.enable_grad():
+            drawing = deterministic("TorchModel(loss): the loss")
+            with counting(first) as flops, saved.recording(), torch.enable_grad(), drawing:
                 value = self.function(program.returned(leaves), wanted)
-            if not torch.equal(state, torch.get_rng_state()):
-                torch.set_rng_state(state)
-                raise ValueError("TorchModel(loss): draws random numbers. Draw them in the module, or leave them out.")
             check_value("TorchModel", value, leaves.values())
             operations += flops()
             held.keep(rank, saved.finish({}))

@@ -28,7 +28,6 @@ from zerosim.torch_models.planning import Decisions, failed, planned
 from zerosim.torch_models.profile import DTYPES
 from zerosim.torch_models.program import Kind
 from zerosim.torch_models.slots import check_dtypes, check_hooks, slots_of
-from zerosim.torch_models.tensors import Carried, Gradients
 from zerosim.torch_models.torch_unit import TorchUnit, Work
 from zerosim.torch_models.trees import map_tensors
 from zerosim.torch_models.units import Wrap, blocks
@@ -203,7 +202,7 @@ class TorchModel:
         """One (x [B, ...], target [B, ...]) per rank, x like the example but for B, which is the same everywhere."""
         return check_batch(batch, ranks, self._example, self._compute, self._vocabularies())
 
-    def loss(self, y: Carried, target: Shaped[Array, "R ..."], work: Workspace) -> tuple[Float[Array, "R"], Gradients]:
+    def loss(self, y: Any, target: Shaped[Array, "R ..."], work: Workspace) -> tuple[Float[Array, "R"], Any]:
         """Each rank's loss [R] and the gradients of what the module returns, held. Frees ``target``."""
         return self._loss(y, target, work)
 
