@@ -37,19 +37,27 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src/zerosim")
-# For each module the tests that are asked, the quickest to notice first.
+STEP = ("schemes", "options", "predictions", "memory", "traffic", "axes")  # what trains and counts
+# For each module, a folder's with a dot, the tests that are asked, the quickest to notice first.
 TESTS: dict[str, tuple[str, ...]] = {
-    "comm": ("comm", "survivors", "options", "traffic", "schemes", "memory"),
-    "ranks": ("ranks", "survivors", "schemes", "options", "memory"),
-    "ledger": ("ledger", "survivors", "schemes", "options", "memory", "traffic"),
-    "theory": ("theory", "survivors", "memory", "traffic"),
-    "optimizer": ("optimizer", "survivors", "options", "schemes"),
-    "schemes": ("schemes", "survivors", "options", "memory", "traffic", "refusals", "properties"),
-    "buckets": ("schemes", "survivors", "options", "memory", "traffic"),
-    "gradients": ("options", "survivors", "schemes", "memory", "traffic", "properties"),
-    "parameters": ("options", "survivors", "schemes", "memory", "traffic", "properties"),
+    "comm": ("comm", *STEP),
+    "worlds.local": ("comm", *STEP),
+    "ranks": ("ranks", *STEP),
+    "pool": ("pool", "ranks", *STEP),
+    "counts": ("ledger", *STEP),
+    "ledger": ("ledger", *STEP),
+    "theory.forms": ("theory", "predictions", "memory", "traffic", "axes"),
+    "theory.peaks": ("theory", "predictions", "memory", "axes"),
+    "optimizer": ("optimizer", "options", "schemes"),
+    "stages": ("schemes", "refusals", "options", "predictions"),
+    "schemes": (*STEP, "refusals", "properties"),
+    "buckets": STEP,
+    "gradients": ("options", *STEP, "properties"),
+    "parameters": ("options", *STEP, "properties"),
+    "updates": ("options", *STEP, "properties"),
 }
-MODULES = ["comm", "ranks", "ledger", "theory", "optimizer", "schemes"]  # unless others are named
+# Unless others are named.
+MODULES = ["comm", "worlds.local", "ranks", "counts", "ledger", "theory.forms", "theory.peaks", "optimizer", "schemes"]
 QUIETLY = ["-x", "-q", "-pno:cacheprovider", "-pno:xdist", "-Wignore::pytest.PytestAssertRewriteWarning"]
 TIMEOUT = 900  # seconds for the tests without a change; with one they may take five times as long as without
 MEMORY = 8 << 30  # bytes of address space
@@ -57,14 +65,20 @@ MEMORY = 8 << 30  # bytes of address space
 
 def asked(module: str, root: Path) -> list[str]:
     """The files of tests that are asked, those that there are."""
-    names = [f"tests/test_{name}.py" for name in TESTS[module]]
+    names = dict.fromkeys(f"tests/test_{name}.py" for name in TESTS[module])
     return [name for name in names if (root / name).exists()]
+
+
+def path_of(module: str) -> Path:
+    """Where a module is in the tree."""
+    return PACKAGE / f"{module.replace('.', '/')}.py"
 
 
 def state_of(module: str) -> str:
     """A digest of all that a mutant's survival depends on besides itself. One that was noticed stays noticed."""
     digest = hashlib.sha256()
-    for path in [*sorted((ROOT / PACKAGE).rglob("*.py")), *(ROOT / name for name in asked(module, ROOT))]:
+    shared = [ROOT / "tests/helpers.py", ROOT / "tests/conftest.py"]
+    for path in [*sorted((ROOT / PACKAGE).rglob("*.py")), *(ROOT / name for name in asked(module, ROOT)), *shared]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -76,7 +90,7 @@ def worker(folder: Path) -> None:
     sys.path[:0] = [str(folder / "src"), str(folder / "scripts")]
     for line in sys.stdin:
         task = json.loads(line)
-        path = folder / PACKAGE / f"{task['module']}.py"
+        path = folder / path_of(task["module"])
         original = path.read_text()
         path.write_text(task["source"])
         started = time.monotonic()
@@ -209,7 +223,7 @@ def main() -> None:
     from mutants_made import Mutant
 
     until = time.monotonic() + options.budget
-    sources = {name: path.read_text() for name in options.only if (path := ROOT / PACKAGE / f"{name}.py").exists()}
+    sources = {name: path.read_text() for name in options.only if (path := ROOT / path_of(name)).exists()}
     states = {name: state_of(name) for name in sources}
     with ProcessPoolExecutor(min(options.jobs, len(sources))) as pool:
         tasks = [each for made in pool.map(_made, sources.items()) for each in made][:: options.sample]

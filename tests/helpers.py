@@ -224,7 +224,7 @@ class Recorder(Workspace):
     """
 
     def __init__(self, rows: int, dtype: DType = FP32) -> None:
-        self.unit = ""
+        self.unit, self.rows = "", None
         self.copies, self.dtype, self.operations = rows, dtype, 0
         self.live: list[Array] = []
         self.log: list[Allocation] = []

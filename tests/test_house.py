@@ -196,7 +196,7 @@ def test_the_core_is_read_in_one_sitting() -> None:
 def test_rooms_are_small() -> None:
     """A module is short enough to be read alone, and those that are longer are known, and not longer still."""
     lines = {name: len(path.read_text().splitlines()) for name, path in files(SOURCE).items()}
-    assert {name for name, count in lines.items() if count > LINES} == LONG
+    assert {name for name, count in lines.items() if count > LINES} <= LONG
     assert max(lines.values()) <= LONG_LINES
 
 

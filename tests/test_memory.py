@@ -14,6 +14,8 @@ from zerosim.ranks import OutOfMemory
 from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.local import LocalRing
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 EVEN, SMALL, TINY = (32, 64, 32), (7, 5, 3), (5, 3, 2)  # layer widths; 32 divides every layer of the first
 LAYERS = sizes(SMALL)
 

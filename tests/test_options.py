@@ -22,6 +22,8 @@ from zerosim.ranks import OutOfMemory, Workspace
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util.arguments import check_batch
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 WIDTHS = (5, 7, 3, 11)
 SIZES = sizes(WIDTHS)
 N = 5

@@ -9,6 +9,8 @@ from helpers import Case, each_gather, each_stage, padding_sent, sizes, traffic,
 from zerosim.options import Gather
 from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 EVEN, SMALL = (32, 64, 32), (7, 5, 3)  # layer widths; 32 divides every layer of the first
 LAYERS = sizes(SMALL)
 TIMES = {DP: 2, ZeRO1: 2, ZeRO2: 2, ZeRO3: 3}  # how often the parameters' bytes, less a rank's own, are sent in a step

@@ -166,7 +166,7 @@ class Scheme:
                     losses.append(self._micro_batch(each, total, last=index == len(micro_batches) - 1))
                 self._apply(report)
                 report.loss = report.mean_of_means = float(np.mean(np.concatenate(losses)))
-                report.losses = np.mean(np.stack(losses, axis=1), axis=1).tolist()
+                report.losses = [float(loss) for loss in np.mean(np.stack(losses, axis=1), axis=1)]
                 if total is not None:
                     shares = np.concatenate([each.weights for each in micro_batches])
                     report.loss = float(np.average(np.concatenate(losses), weights=shares))

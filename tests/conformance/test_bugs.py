@@ -21,6 +21,7 @@ from zerosim.conformance import run_ranks
 
 BUGS = tomllib.loads((Path(__file__).parent / "bugs" / "bugs.toml").read_text())["bug"]
 LIMIT = 900.0
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 Case = tuple[dict[str, Any], int]
 
 

@@ -74,6 +74,8 @@ def train(rank: int, stage: int, case: Mapping[str, Any]) -> Any:
         clip=options.get("max_norm"), loss_scale=LossScale() if options.get("scale") else None, memory=False,
         timeout=case.get("timeout", 60),
     )  # fmt: skip
+    if "record" in case:
+        checked.record(case["record"])
     trainer = own.Zero(net, stage, **options)
 
     def hand_over(band: str, what: str) -> None:

@@ -5,15 +5,16 @@ A variant is a function that makes the pieces of a training: what is stepped, ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +23,7 @@ from zerosim.optimizer import SGD, Adam
 from zerosim.stages import DP, Stage, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
 from zerosim.torch_models.demo import Block, Decoder
 
+dist: Any = torch.distributed
 STEPS, ROWS = 3, 6
 WIDTHS = (7, 13, 5)
 LR = 1e-3
@@ -33,7 +35,7 @@ class Variant(NamedTuple):
     name: str
     row: Stage
     build: Callable[[nn.Module], Callable[[Any, Any], None]]
-    told: dict[str, Any] = {}  # noqa: RUF012
+    told: Mapping[str, Any] = MappingProxyType({})
     dtype: torch.dtype = torch.float32
     text: bool = False
 
@@ -229,7 +231,7 @@ def autocast(net: Any, x: Any) -> Any:
 class Flat:
     """All parameters in one buffer, cut evenly, and an optimizer of torch's on this rank's part."""
 
-    def __init__(self, net: nn.Module, make: Callable[[list[Any]], Any], bounds: Any = None) -> None:
+    def __init__(self, net: nn.Module, make: Callable[[list[Any]], Any]) -> None:
         rank, size = world()
         self.params = list(net.parameters())
         total = sum(param.numel() for param in self.params)
@@ -336,6 +338,9 @@ def per_parameter(net: nn.Module) -> Any:
 
 
 def redundancy(net: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     ddp = DistributedDataParallel(net)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=LR)
 
@@ -445,6 +450,12 @@ VARIANTS = (
     Variant("FSDP2", ZeRO3, fsdp(), DECAYED | {"clip": 0.5}),
     Variant("FSDP2 that keeps what it has gathered", ZeRO3Kept, fsdp(False), DECAYED | {"clip": 0.5}),
 )
+
+DAILY = (
+    "reductions in hooks", "a ring by hand", "DDP of a transformer", "one flat buffer, bfloat16 gradients",
+    "whole tensors, reduce and broadcast", "each parameter by itself", "bfloat16 with fp32 masters",
+    "ZeroRedundancyOptimizer", "FSDP2",
+)  # fmt: skip
 
 
 def train(variant: Variant, *, memory: bool = False, steps: int = STEPS) -> Any:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.text import Text
 
 from helpers import draw
 from zerosim import stages
 from zerosim.cli import main as cli
 from zerosim.counts import Report
 from zerosim.model import MLP
+from zerosim.report import plots
 from zerosim.stages import ROWS, Stage
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -119,7 +121,7 @@ def test_the_page_runs() -> None:
         assert doctest.testfile(str(PAGE), module_relative=False) == (0, 6)
 
 
-def test_a_fifth_scheme_in_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fifth_scheme_in_ten_lines() -> None:
     """The row is named, trains, and holds what every check asks, in the lab and where messages lose an eighth."""
     [code] = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if ">>>" not in block]
     lines = [line for line in code.splitlines() if line.strip()]
@@ -133,12 +135,17 @@ def test_a_fifth_scheme_in_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (params // master, params // grads) == (8, 4)
 
 
-def test_the_command_line_that_it_shows(tmp_path: Path) -> None:
+def test_the_command_line_that_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is that row, beside others, in every table and figure."""
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(plots, "save_figures", lambda figures, folder: drawn.update(figures))  # writing takes longest
     [line] = re.findall(r"`zerosim (lab .*?)`", TEXT)
     small = ["--ranks", "8", "--steps", "1", "--batch", "1", "--out", str(tmp_path)]
     done = CliRunner().invoke(cli.main, [*shlex.split(line), *small])
     assert done.exit_code == 0, done.output
     assert "same training: holds" in done.output
     assert "Between orders" in done.output
-    assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "timeline.png", "loss.png", "results.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "results.json", "trace.json"}
+    for name in ("memory", "traffic", "loss", "timeline"):
+        words = {text.get_text() for text in drawn[name].findobj(Text)}
+        assert any(text.startswith("mine") for text in words), (name, words)

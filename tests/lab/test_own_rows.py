@@ -23,6 +23,8 @@ from zerosim.records.results import save
 from zerosim.schemes import DP, Scheme, Stage, ZeRO2
 from zerosim.stages import ROWS
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 WIDTHS, RANKS, NODE = (5, 7, 3), 4, 2
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -39,7 +39,7 @@ counted = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this pl
 TIMEOUT = 60.0
 WIDTHS = [64, 128, 128, 64]
 N_PARAMS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64
-DAY = real_settings(widths=WIDTHS, rows=[*SCHEMES, MINE, HSDP], schedule={"node": 2})
+DAY = real_settings(widths=WIDTHS, rows=[*SCHEMES, HSDP], schedule={"node": 2})
 NIGHT = {
     "every precision": real_settings(widths=WIDTHS, precisions=list(records.RECIPES)),
     "five ranks": real_settings(ranks=5, rows=[*SCHEMES, MINE]),  # nothing divides by five

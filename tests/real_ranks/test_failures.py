@@ -108,7 +108,11 @@ def test_an_interrupt_keeps_what_was_found() -> None:
         if doing.endswith("step 2 of 2"):
             signal.raise_signal(signal.SIGINT)
 
-    ending = Ending(real_settings(), TIMEOUT, interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal, wherever tests run
+    try:
+        ending = Ending(real_settings(), TIMEOUT, interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ending.found.ended == corroborate.INTERRUPTED
     assert ending.seconds < SLACK
     ending.assert_kept()

@@ -6,7 +6,7 @@ evidence came about, nor what is carried on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from zerosim.conformance.evidence import Evidence
 from zerosim.conformance.intervals import Interval, State, U, narrow, point, rounded, unit
 from zerosim.conformance.parameter_faults import Named
 from zerosim.conformance.reading import Rows, union
-from zerosim.records.conformance import Cause, Finding
+from zerosim.records.conformance import EVERY, Cause, Finding
 
 RIGHT = "Gradients were right."
 
@@ -106,6 +106,26 @@ def parameters(e: Evidence, master: Interval, rows: Rows, *, gradients_right: bo
         named, who = diagnose.of_parameters(e, wrong, who, gradients_right=gradients_right)
         return finding(e, "params", wrong, who, named.cause, named.text, RIGHT * gradients_right)
     return _replicas(e, values, known)
+
+
+def not_skipped(e: Evidence, ends: Sequence[Rows]) -> Finding | None:
+    """Who has updated parameters in a step that had to be skipped."""
+    odd = [
+        rank
+        for rank, ((values, known), theta) in enumerate(zip(ends, e.theta, strict=True))
+        if not np.array_equal(values[known], theta[known])
+    ]
+    if not odd:
+        return None
+    culprits = [rank for rank, local in enumerate(e.local) if not local.finite]
+    whose = f"rank {culprits[0]}'s gradient" if culprits else "the sum"
+    rank = odd[0] if len(odd) < e.ranks else EVERY
+    who = f"rank {rank} updates its parameters" if rank != EVERY else "the parameters are updated"
+    return Finding(
+        e.step, rank, "params", Cause.SCALING,
+        f"{who} though {whose} is not finite at a loss scale of {e.scale:g}: all ranks must skip this step. Tell every "
+        f"rank of it (all-reduce the flag with MAX) before the optimizer's step.",
+    )  # fmt: skip
 
 
 def _replicas(e: Evidence, values: Array, known: Array) -> Finding | None:

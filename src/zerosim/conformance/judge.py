@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,13 +26,21 @@ from zerosim.conformance.local_gradients import Local, LocalGradients, noise
 from zerosim.conformance.order import out_of_order
 from zerosim.conformance.reading import Beginnings, Reader, Rows, share, stacked
 from zerosim.conformance.seen import Seen
-from zerosim.records.conformance import EVERY, VERDICT_SCHEMA, Cause, Expected, Finding, Recipe, Verdict
+from zerosim.records.conformance import VERDICT_SCHEMA, Cause, Expected, Finding, Recipe, Verdict
 from zerosim.scaling import Scaler
 from zerosim.stages import Stage
 
 OPTIMIZER_BANDS = ("exp_avg", "exp_avg_sq", "momentum", "master")
 GRADS = ("handed grads", "grads")
 Search = Callable[[Array], Sequence[dict[str, list[Piece]]] | None]
+
+
+class _Pending(NamedTuple):
+    """A step whose parameters are not known before the next forward reads them."""
+
+    e: Evidence
+    ends: list[Rows]
+    skipped: bool
 
 
 class Judge:
@@ -59,7 +67,7 @@ class Judge:
         self._volume: volume.Volume | None = None
         self._carried = Carried(self._reader)
         self._past: Evidence | None = None
-        self._pending: tuple[Evidence, list[Rows]] | None = None
+        self._pending: _Pending | None = None
         self._owner = np.full(layout.size, -1)
         self._stopped = False
 
@@ -109,11 +117,7 @@ class Judge:
         if self._skipped(e, ends):
             self._past, self._beginnings.after = replace(e, past=None), ends
             return
-        if (
-            self._carried.updates == 0
-            and self._search is not None
-            and not any(each.bands.get("exp_avg") for each in seen)
-        ):
+        if self._carried.updates == 0 and not any(each.bands.get("exp_avg") for each in seen):
             self._look_for_state(e)
         right = self._gradients(e)
         if self._stopped:
@@ -122,7 +126,7 @@ class Judge:
         if stacked(ends)[1].any(0).all():
             self._update(e, ends, right)
         else:
-            self._pending = e, ends  # until the next forward shows the rest
+            self._pending = _Pending(e, ends, skipped=False)
             self._carried.after(e)
         self._past = replace(e, past=None)
 
@@ -207,25 +211,15 @@ class Judge:
         self._find_owners(e.seen)
 
     def _skipped(self, e: Evidence, ends: list[Rows]) -> bool:
-        """Whether the step had to be skipped for a number that is not finite; who did not is found."""
-        overflow = e.overflow()
-        kept = [np.array_equal(v[known], theta[known]) for (v, known), theta in zip(ends, e.theta, strict=True)]
-        finite = overflow == "no" or (overflow == "maybe" and not all(kept))
+        """Whether the step had to be skipped for a number that is not finite; a rank that did not is found."""
+        overflow, wrong = e.overflow(), compare.not_skipped(e, ends)
+        finite = overflow == "no" or (overflow == "maybe" and wrong is not None)
         if self._scaler is not None:
             self._scaler.update(finite=finite)
         if finite:
             return False
-        if not all(kept):
-            odd = [rank for rank, same in enumerate(kept) if not same]
-            culprits = [rank for rank, local in enumerate(e.local) if not local.finite]
-            rank = odd[0] if len(odd) < self.ranks else EVERY
-            whose = f"rank {culprits[0]}'s gradient" if culprits else "the sum"
-            who = f"rank {rank} updates its parameters" if rank != EVERY else "the parameters are updated"
-            text = (
-                f"{who} though {whose} is not finite at a loss scale of {e.scale:g}: all ranks must skip this step. "
-                f"Tell every rank of it (all-reduce the flag with MAX) before the optimizer's step."
-            )
-            self._stop(Finding(e.step, rank, "params", Cause.SCALING, text))
+        if not self._stop(wrong) and not stacked(ends)[1].any(0).all():
+            self._pending = _Pending(e, ends, skipped=True)
         return True
 
     def _gradients(self, e: Evidence) -> bool:
@@ -264,14 +258,17 @@ class Judge:
         return bool(there[self.layout.trainable()].all())
 
     def _finish(self, seen: Sequence[Seen] | None) -> None:
-        """Judge the update that could not be judged before its parameters were seen."""
+        """Judge the step that could not be judged before its parameters were seen."""
         assert self._pending is not None
-        (e, ends), self._pending = self._pending, None
+        (e, ends, skipped), self._pending = self._pending, None
         for each in seen or ():
             values, known = ends[each.rank]
             read, was_read = self._reader.one(each.read, values.dtype)
             ends[each.rank] = np.where(known, values, read).astype(values.dtype), known | was_read
-        self._update(e, ends, False)
+        if skipped:
+            self._stop(compare.not_skipped(e, ends))
+        else:
+            self._update(e, ends, False)
 
     def _count(self, what: str, rows: Rows) -> None:
         if count := int(rows[1].sum()):
@@ -280,19 +277,18 @@ class Judge:
     def verdict(self) -> Verdict:
         """All that was found."""
         if self._pending is not None and not self._stopped:
-            e, ends = self._pending
-            if stacked(ends)[1].any():
+            if stacked(self._pending.ends)[1].any():
                 self._finish(None)
             else:
-                self._pending = None
                 self.notes.append(
-                    f"the update of step {e.step} was not compared: no forward has read it. Hand over the shards with "
-                    f"check.band('params', ...), or run one step more."
+                    f"the update of step {self.steps} was not compared: no forward has read it. Hand over the shards "
+                    f"with check.band('params', ...), or run one step more."
                 )
         held = []
         if self.compared and not any(f.cause is not Cause.VOLUME for f in self.findings):
             counts = ", ".join(f"{count:,} of {what}" for what, count in self.compared.items())
-            held.append(f"trained: {self.steps} steps as they must be; elements compared: {counts}")
+            judged = self.steps - (self._pending is not None)
+            held.append(f"trained: {judged} steps as they must be; elements compared: {counts}")
         missing = [what for what in ("gradients", "optimizer state") if what not in self.compared]
         if missing and not self.findings:
             self.notes.append(f"not seen: {' and '.join(missing)} (check.band hands them over)")

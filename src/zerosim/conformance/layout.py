@@ -131,12 +131,13 @@ def ranges(mask: Array) -> list[tuple[int, int]]:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """A flat copy of a tensor for NumPy, bfloat16 as ml_dtypes has it."""
+    """A flat copy of a tensor in memory of NumPy's, bfloat16 as ml_dtypes has it."""
+    # A copy first: a storage that NumPy has looked at cannot be resized any more, and this one is the user's.
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     if flat.dtype == torch.bfloat16:
-        bits: Array = flat.view(torch.int16).numpy().view(BF16)
+        bits: Array = flat.view(torch.int16).numpy().copy().view(BF16)
         return bits
-    return np.asarray(flat.numpy())
+    return np.array(flat.numpy())
 
 
 def tensor_of(array: Array) -> Tensor:

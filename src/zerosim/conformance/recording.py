@@ -19,7 +19,7 @@ import torch
 import zerosim.conformance.seen as steps
 from zerosim.conformance.judge import Judge
 from zerosim.conformance.layout import Layout
-from zerosim.conformance.local_gradients import LocalGradients, Tree
+from zerosim.conformance.local_gradients import LocalGradients, Tree, default_forward
 from zerosim.conformance.seen import Seen, leaves
 from zerosim.records.conformance import (
     MODEL,
@@ -166,8 +166,6 @@ def _local(
                 f"{', '.join(names[:6])} ... Build the module that was trained."
             )
         dtype = getattr(torch, manifest.dtype)
-        from zerosim.conformance.local_gradients import default_forward
-
         return LocalGradients(
             module.to(dtype), layout, lambda net, x, y: loss(default_forward(net, x), y), cast=manifest.cast
         )
@@ -177,11 +175,11 @@ def _local(
             f"--model file.py:function, which returns (module, loss)."
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of torch's own loading and copying
         program = torch.export.load(folder / MODEL)
-    return LocalGradients(
-        _Eval(program), layout, lambda module, x, y: module(x, y), cast=manifest.cast, prefix="program.module."
-    )
+        return LocalGradients(
+            _Eval(program), layout, lambda module, x, y: module(x, y), cast=manifest.cast, prefix="program.module."
+        )
 
 
 class _Eval(torch.nn.Module):  # type: ignore[misc]

@@ -13,6 +13,7 @@ import os
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,7 @@ def observe(
         connection.send(Arrived())
         connection.receive()
 
+    warnings.simplefilter("ignore")  # what frameworks warn of is theirs, and would be counted as it is printed
     try:
         store = torch_ring.file_store(path, task.ranks)
         with torch_ring.process_group("gloo", store, rank, task.ranks, timeout, rank, interface), one_thread():

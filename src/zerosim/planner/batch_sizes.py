@@ -46,7 +46,7 @@ class BatchSizes:
         low = 1
         while low * SPAN <= rows:
             low *= SPAN
-        for start in {low, 1, SPAN}:  # those that are likely to be asked about later are measured with the first
+        for start in (1, low):  # the sizes that most searches end among are measured with the first
             if start not in self._straight:
                 self._straight[start] = self._on_a_line(start)
         return self._between(low, rows) if self._straight[low] else self.at(rows)
@@ -56,7 +56,7 @@ class BatchSizes:
             self.at(low), self.at(low * SPAN)
             if self._between(low, 2 * low) == self.at(2 * low):
                 return True
-            if low == 1:  # the sizes that most searches end among: measured while what measures is loaded
+            if low == 1:  # each by itself, while what measures is loaded
                 for rows in range(1, SPAN):
                     self.at(rows)
         except (ValueError, ArithmeticError, RuntimeError, _Off):  # no line, or too large for some operation
