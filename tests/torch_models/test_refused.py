@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     # What cannot be.
     (lambda: nn.LazyLinear(3), "weight has no shape yet.*Call the module once"),
     (lambda: nn.Linear(3, 3).double(), "weight is torch.float64.*module.float()"),
-    (lambda: nn.Linear(3, 3).half(), "weight is torch.float16.*or compute='fp16'"),
+    (lambda: nn.Linear(3, 3).half(), "weight is torch.float16.*or to TorchModel compute=.fp16."),
     (lambda: nn.Linear(3, 3, device="meta"), r"is on meta.*measure\(\)"),
     (integers, r"weight is torch\.int8"),
     (lambda: nn.Linear(4, 3), r"Linear failed on inputs float32\[3, 3\]: RuntimeError: mat1 and mat2"),

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array
+from zerosim.torch_models.program import Kind, Program
 from zerosim.torch_models.tensors import packed, unpacked
 from zerosim.torch_models.trees import arguments, map_tensors
 from zerosim.torch_models.units import numpy_dtype
@@ -211,3 +212,14 @@ def _check(what: str, array: Any, first: Any, x: Any) -> None:
         raise ValueError(
             f"{what} must be finite; it has {np.count_nonzero(~np.isfinite(array))} elements that are not."
         )
+
+
+def vocabularies(program: Program, module: torch.nn.Module) -> dict[int, int]:
+    """For inputs that an embedding of ``module`` is called with, by number: how many tokens it knows."""
+    found: dict[int, int] = {}
+    for op in program.ops:
+        unit: Any = None if op.unit is None else module.get_submodule(op.unit.path)
+        for index in op.takes if isinstance(unit, torch.nn.Embedding) else ():
+            if program.tensors[index].kind is Kind.INPUT:
+                found[program.stores[program.tensors[index].store].input] = unit.num_embeddings
+    return found

@@ -81,7 +81,7 @@ class LayerCosts:
             saved = SavedTensors(there, hold=True)
             with saved.recording():
                 value = loss(self._program.returned(leaves), target)
-            check_value("measure", value, leaves.values())
+            check_value("shapes", value, leaves.values())
             needing = {index: leaf for index, leaf in leaves.items() if leaf.requires_grad}
             cost, grads = _layouts(saved, {}, [value], [torch.empty_like(value)], list(needing.values()), watch)
         feeds = self._feed(list(needing), grads)
@@ -265,7 +265,7 @@ def layer_shapes(
     with ExitStack() as stack:
         for context in _settings():
             stack.enter_context(context)
-        recorded, layering, decisions = planned("measure", lambda: on_meta(module, compute), example, decisions)
+        recorded, layering, decisions = planned("shapes", lambda: on_meta(module, compute), example, decisions)
     costs = LayerCosts(recorded, layering, grouped(layering, recorded), compute=compute, checkpoint=checkpoint)
     wanted = costs.target(loss, target)
     ending = costs.loss(loss, wanted)

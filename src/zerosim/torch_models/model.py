@@ -17,7 +17,7 @@ from zerosim.bands import Array
 from zerosim.layers import Checkpointed, Group, Layer, Role
 from zerosim.ranks import Workspace
 from zerosim.torch_models import self_check
-from zerosim.torch_models.batch import check_batch, read_example, read_target
+from zerosim.torch_models.batch import check_batch, read_example, read_target, vocabularies
 from zerosim.torch_models.copies import with_values, without_states
 from zerosim.torch_models.execution import Executor
 from zerosim.torch_models.groups import Part, grouped
@@ -26,7 +26,6 @@ from zerosim.torch_models.layering import Layering
 from zerosim.torch_models.losses import Loss, RankLoss, cross_entropy
 from zerosim.torch_models.planning import Decisions, failed, planned
 from zerosim.torch_models.profile import DTYPES
-from zerosim.torch_models.program import Kind
 from zerosim.torch_models.slots import check_dtypes, check_hooks, slots_of
 from zerosim.torch_models.torch_unit import TorchUnit, Work
 from zerosim.torch_models.trees import map_tensors
@@ -200,7 +199,8 @@ class TorchModel:
         self, batch: Sequence[tuple[Any, Any]], ranks: int
     ) -> tuple[Shaped[Array, "R ..."], Shaped[Array, "R ..."]]:
         """One (x [B, ...], target [B, ...]) per rank, x like the example but for B, which is the same everywhere."""
-        return check_batch(batch, ranks, self._example, self._compute, self._vocabularies())
+        program = self._layerings[self._example.rows].program
+        return check_batch(batch, ranks, self._example, self._compute, vocabularies(program, self._bare))
 
     def loss(self, y: Any, target: Shaped[Array, "R ..."], work: Workspace) -> tuple[Float[Array, "R"], Any]:
         """Each rank's loss [R] and the gradients of what the module returns, held. Frees ``target``."""
@@ -221,17 +221,6 @@ class TorchModel:
 
     def _flat_values(self) -> dict[Group, torch.Tensor]:
         return {part.group: _flat(part, self._values) for part in self._parts}
-
-    def _vocabularies(self) -> dict[int, int]:
-        """For inputs that an embedding is called with: how many tokens it knows."""
-        program = self._layerings[self._example.rows].program
-        found: dict[int, int] = {}
-        for op in program.ops:
-            module: Any = None if op.unit is None else self._bare.get_submodule(op.unit.path)
-            for index in op.takes if isinstance(module, torch.nn.Embedding) else ():
-                if program.tensors[index].kind is Kind.INPUT:
-                    found[program.stores[program.tensors[index].store].input] = module.num_embeddings
-        return found
 
 
 def from_torch(

@@ -143,8 +143,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
             return run(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             raise Unrepeatable(self._path, "calls its modules under autocast")
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise Unrepeatable(self._path, "calls its modules under hooks for saved tensors, as checkpointing does")
+        self._check_checkpoints(unit.name)
         self._inside = True
         try:
             return self._unit(unit, run, args, kwargs)
@@ -168,6 +167,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._check_checkpoints(self._path or type(self._root).__name__)
         if self._inside or torch._C._functorch.maybe_current_level() is not None:
             return func(*args, **kwargs)
         name = func.__name__
@@ -186,6 +186,15 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
         if any(not isinstance(leaf, (torch.Tensor, type(None))) for leaf in leaves):
             raise Unrepeatable(self._path, f"uses what {name} returns besides tensors")
         return results
+
+    @staticmethod
+    def _check_checkpoints(name: str) -> None:
+        """Refuse what takes saved tensors into its own hands: what it keeps, nobody would count."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise Refused(
+                f"TorchModel(module): {name} runs under hooks for saved tensors, as in torch.utils.checkpoint, so that "
+                f"what it keeps would not be counted. Turn that off, and pass checkpoint='full'."
+            )
 
     def _operation(self, func: Any, unit: Unit | None, run: Run, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         flat, spec = tree_flatten((args, kwargs))

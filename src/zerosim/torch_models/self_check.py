@@ -27,7 +27,7 @@ from zerosim.torch_models.draws import seed_of, seeded
 from zerosim.torch_models.layering import Layering
 from zerosim.torch_models.op_counters import Watch
 from zerosim.torch_models.recorder import shown
-from zerosim.torch_models.slots import slots_of
+from zerosim.torch_models.slots import check_hooks, slots_of
 from zerosim.torch_models.tensors import Gradients, array_of, packed, view
 from zerosim.torch_models.torch_unit import TorchUnit
 from zerosim.torch_models.trees import map_tensors, tensors
@@ -44,6 +44,7 @@ def as_a_whole(
     slots = slots_of(module)
     buffers = {name: own.clone() for name, own in module.named_buffers()}
     first, remembered = _forward(module, layering, example, seed), _attributes(module)
+    check_hooks(module)
     for name, own in module.named_buffers():
         own.data.copy_(buffers[name])
     second = _forward(module, layering, example, seed)
@@ -138,7 +139,8 @@ def layer_by_layer(
         if watch.now and gc.collect() >= 0 and watch.now:
             raise Mismatch(
                 f"{layer.name} keeps {watch.now:,} B from the forward to the backward elsewhere than in "
-                f"ctx.save_for_backward or what autograd saves"
+                f"ctx.save_for_backward or what autograd saves, where no rank would count it. Save it there, and make no "
+                f"tensor in the forward that has requires_grad itself"
             )
         saved.append(kept)
         reads.update({(name, layer.number): count for name, count in layer.reads(kept).items()})

@@ -74,7 +74,7 @@ def check_dtypes(slots: Iterable[Slot], compute: Any) -> None:
     for slot in slots:
         if slot.role is not Role.BUFFER and slot.dtype not in (torch.float32, compute):
             short = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(slot.dtype)
-            other = f", or compute={short!r}" if short else ""
+            other = f", or to TorchModel compute={short!r}" if short else ""
             raise ValueError(
                 f"TorchModel(module): {slot.name} is {slot.dtype}, and is computed with in {compute}, which would "
                 f"train another model. Pass module.float(){other}."

@@ -72,8 +72,12 @@ class TorchUnit:
             own.update((name, own[name].clone()) for name in list(own) if name in program.assigned)
             seed = seed_of(self._with.seed, turn.ranks[rank], turn.step, turn.micro_batch, self.number)
             saved = SavedTensors(there)
-            with seeded(seed), counting(first) as flops, saved.recording():
-                leaves, outs, assigned = self._with.executor.run(program, plan, memory, own)
+            try:
+                with seeded(seed), counting(first) as flops, saved.recording():
+                    leaves, outs, assigned = self._with.executor.run(program, plan, memory, own)
+            except Exception as error:
+                error.add_note(f"In layer {self.name}, on the rows of rank {turn.ranks[rank]}.")
+                raise
             if first:
                 self._check_unwritten(flats, rank, own)
             operations += flops()
