@@ -27,12 +27,19 @@ def dry(model: TorchModel, stage: Any, ranks: int, **options: Any) -> Any:
     return scheme.reports[0]
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
 @pytest.mark.parametrize(
-    ("name", "precision", "compute"),
+    ("name", "checkpoint", "precision", "compute"),
     [
-        *((name, "mixed", "fp32") for name in CASES),
-        *((name, "bf16", "bf16") for name in CASES if name not in NORMALISING),
+        ("decoder", "full", "mixed", "fp32"),
+        ("partly frozen", "full", "bf16", "bf16"),
+        *((name, "none", "mixed", "fp32") for name in CASES if name != "decoder"),
+        pytest.param("decoder", "none", "mixed", "fp32", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, checkpoint, "bf16", "bf16", marks=pytest.mark.slow)
+            for name in CASES
+            for checkpoint in ("none", "full")
+            if name not in NORMALISING
+        ),
     ],
 )
 def test_the_dry_world_counts_what_the_simulator_counts(

@@ -52,7 +52,12 @@ def differing(scheme: Scheme, reference: Scheme) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "precision", "compute"), [*((ranks, "mixed", "fp32") for ranks in (2, 3, 4, 5)), (3, "bf16", "bf16")]
+    ("ranks", "precision", "compute"),
+    [
+        (3, "mixed", "fp32"),
+        *(pytest.param(ranks, "mixed", "fp32", marks=pytest.mark.slow) for ranks in (2, 4, 5)),
+        pytest.param(3, "bf16", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_decoder_is_trained_alike_by_all_schemes(ranks: int, precision: str, compute: str) -> None:
     """A transformer on bytes of text has the same bits under all schemes, in every state, on every rank."""
@@ -67,13 +72,15 @@ def test_a_decoder_is_trained_alike_by_all_schemes(ranks: int, precision: str, c
 def test_other_modules_are_trained_alike_by_all_schemes(name: str) -> None:
     """Tied and frozen parameters, buffers and saved integers make no difference between schemes."""
     case, ranks = CASES[name], 3
-    schemes = [stage(model_of(case), ranks, precision="fp32") for stage in SCHEMES]
-    for _ in range(3):
+    model = model_of(case)
+    schemes = [stage(model, ranks, precision="fp32") for stage in SCHEMES]
+    for _ in range(2):
         assert len({scheme.step(case.batch(ranks)) for scheme in schemes}) == 1
     assert len({scheme.full_theta().tobytes() for scheme in schemes}) == 1
     assert len({scheme.flat(Band.EXP_AVG_SQ).tobytes() for scheme in schemes}) == 1
 
 
+@pytest.mark.slow
 def test_the_decoder_learns() -> None:
     """On its text the decoder's loss falls from that of guessing, ln 256, by a third in 30 steps."""
     model = demo.demo_model(length=LENGTH, width=16, heads=HEADS, blocks=1)
@@ -222,11 +229,12 @@ def test_uneven_batches_are_alike_under_all_rows() -> None:
     """With ranks of different rows all rows learn the same bits, and as many rows everywhere change nothing."""
     case = CASES["decoder"]
     [(x, target)] = case.batch(1)
-    schemes = [stage(model_of(case), 2, uneven=True) for stage in SCHEMES]
+    model = model_of(case)
+    schemes = [stage(model, 2, uneven=True) for stage in SCHEMES]
     for _ in range(2):
         assert len({scheme.step([(x[:1], target[:1]), (x, target)]) for scheme in schemes}) == 1
     assert len({scheme.full_theta().tobytes() for scheme in schemes}) == 1
-    even, plain = ZeRO2(model_of(case), 2, uneven=True), ZeRO2(model_of(case), 2)
+    even, plain = ZeRO2(model, 2, uneven=True), ZeRO2(model, 2)
     assert even.step(case.batch(2)) == plain.step(case.batch(2))
     assert np.array_equal(even.full_theta(), plain.full_theta())
 

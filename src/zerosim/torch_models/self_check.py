@@ -139,8 +139,8 @@ def layer_by_layer(
         if watch.now and gc.collect() >= 0 and watch.now:
             raise Mismatch(
                 f"{layer.name} keeps {watch.now:,} B from the forward to the backward elsewhere than in "
-                f"ctx.save_for_backward or what autograd saves, where no rank would count it. Save it there, and make no "
-                f"tensor in the forward that has requires_grad itself"
+                f"ctx.save_for_backward or what autograd saves, where no rank would count it. Save it there, and make "
+                f"no tensor in the forward that has requires_grad itself"
             )
         saved.append(kept)
         reads.update({(name, layer.number): count for name, count in layer.reads(kept).items()})
