@@ -13,6 +13,8 @@ from rich.console import Console
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Stage
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # scripts, each of which finds the others there
