@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="modules need torch: pip install 'ze
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from torch_models.networks import CASES, LENGTH, ROWS, made, model_of, numbers, squared, tokens  # noqa: E402
 from zerosim.bands import Band  # noqa: E402
@@ -80,6 +81,29 @@ class Saved(nn.Module):  # type: ignore[misc]
         return y
 
 
+class Hooking(nn.Module):  # type: ignore[misc]
+    """Hangs a hook on its parameter in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        self.layer.weight.register_hook(lambda grad: grad * 2)
+        return self.layer(x)
+
+
+class Checkpointing(nn.Module):  # type: ignore[misc]
+    """Runs its layer again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
 def hooked() -> nn.Module:
     module = nn.Linear(3, 3)
     module.weight.register_hook(lambda grad: grad * 2)
@@ -106,6 +130,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Does(lambda self, x, y: nn.init.zeros_(self.one.bias)), "overwrites.*the parameter one.bias"),
     (lambda: nn.Sequential(Does(lambda self, x, y: self.one.weight.detach().mul_(2))), "0 overwrites the parameter"),
     (hooked, r"weight has a hook.*register_hook"),
+    (lambda: Does(lambda self, x, y: self.one.weight.register_hook(lambda g: 2 * g) and None), "one.weight has a hook"),
+    (lambda: nn.Sequential(Hooking()), "0.layer.weight has a hook.*Remove the hook"),
     # What is remembered from call to call, elsewhere than in buffers.
     (lambda: Does(change("calls", lambda calls, y: calls + 1)), "changes calls when it is called again"),
     (lambda: Does(lambda self, x, y: self.seen.append(0)), "changes seen when it is called again"),
@@ -114,6 +140,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Does(change("mean", lambda mean, y: y.mean(0))), "replaces the buffer mean.*Detach it"),
     (lambda: Does(change("mean", lambda mean, y: torch.zeros(4))), "replaces the buffer mean"),
     # What would be lost, or nobody would see.
+    (lambda: Does(lambda self, x, y: checkpoint(self.two, y, use_reentrant=False)), "two runs under hooks for saved"),
+    (lambda: nn.Sequential(Checkpointing()), "0 runs under hooks for saved.*pass checkpoint='full'"),
     (lambda: nn.Sequential(nn.Linear(3, 3), Stash()), "keeps 36 B from the forward to the backward elsewhere"),
     (lambda: nn.Sequential(nn.Linear(3, 3), Saved()), "modified by an inplace operation"),
     (lambda: Idle(), "never uses two.weight"),
@@ -193,8 +221,10 @@ def test_what_is_written_only_later_is_refused_then() -> None:
         scheme = DP(TorchModel(module, X, (nn.Linear, Later), loss=squared), 2, precision="fp32")
         scheme.step(numbers(2, (ROWS, 3), (ROWS, 3)))
         before = scheme.full_theta()
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match=words) as raised:
             scheme.step([(np.full((ROWS, 3), 100, np.float32), np.zeros((ROWS, 3), np.float32))] * 2)
+        if how == "input":
+            assert raised.value.__notes__ == ["In layer 1, on the rows of rank 0."]
         assert scheme.ledger.held[Band.ACTIVATIONS] == 0
         assert np.array_equal(scheme.full_theta(), before)
 

@@ -167,7 +167,8 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._check_checkpoints(self._path or type(self._root).__name__)
+        unit = self._ops[-1].unit if self._inside and self._ops else None
+        self._check_checkpoints(unit.name if unit else self._path or type(self._root).__name__)
         if self._inside or torch._C._functorch.maybe_current_level() is not None:
             return func(*args, **kwargs)
         name = func.__name__
