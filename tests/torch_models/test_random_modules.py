@@ -18,7 +18,7 @@ from zerosim.worlds.dry import DryRing  # noqa: E402
 from zerosim.worlds.shapes import ShapeModel  # noqa: E402
 
 SEED = 3  # of dropout
-DAILY = range(6)
+DAILY = range(5)
 NIGHTLY = range(1000, 1400)
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
