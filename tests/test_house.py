@@ -70,10 +70,9 @@ LONG = {
     "report/page_tables",
     "schemes",
     "theory/forms",
-    "torch_models/meta_run",
 }
 
-KNOW_TORCH = ["worlds/torch_ring", "frameworks/", "torch_models/", "planner/", "conformance/", "api/dry"]
+KNOW_TORCH = ["worlds/torch_ring", "frameworks/", "torch_models/", "planner/", "conformance/"]
 HEAVY = {"torch", "transformers", "numba", "matplotlib", "plotly", "sklearn", "scipy", "pandas", "click", "rich", "jax"}
 
 

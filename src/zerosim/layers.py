@@ -50,17 +50,27 @@ class Group:
 Flat = Any  # the Array [R, P or more] of a layer's one group, or a list of them, one for each of its several
 
 
+class Turn(NamedTuple):
+    """For whom a layer computes, and when: the ranks whose rows it is handed, the step and the micro-batch, from 0."""
+
+    ranks: Sequence[int]
+    step: int
+    micro_batch: int
+
+
 class Pass(NamedTuple):
     """What a layer is handed for one forward or backward.
 
-    ``params`` are its full parameters and ``work`` where it allocates activations. In a backward, ``grads``
-    is where the gradients of its trainable groups go, and ``need_dx`` says whether its input's is wanted.
+    ``params`` are its full parameters and ``work`` where it allocates activations; ``turn`` is what random
+    numbers may depend on. In a backward, ``grads`` is where the gradients of its trainable groups go, and
+    ``need_dx`` says whether its input's is wanted.
     """
 
     params: Flat
     work: Workspace
     grads: Flat = None
     need_dx: bool = True
+    turn: Turn | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -81,7 +91,8 @@ class Layer(Protocol):
 
     A layer owns the activation it returns and frees it in its backward, together with the
     gradient that it is handed; its input is its producer's to free. What else it keeps from
-    its forward to its backward it holds and frees as well.
+    its forward to its backward it holds and frees as well. Where several arrays pass from
+    layer to layer, what it returns is an object with ``arrays``, those that it owns.
     """
 
     name: str
@@ -190,11 +201,18 @@ class Checkpointed:
     def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
         before = given.work.mark()
         y, _ = self.layer.forward(x, given)
-        given.work.free_since(before, keep=y)
+        given.work.free_since(before, keep=owned(y))
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
         x, y = saved
-        given.work.free(y)
+        for array in owned(y):
+            given.work.free(array)
         _, saved = self.layer.forward(x, given)
         return self.layer.backward(saved, dy, given)
+
+
+def owned(y: Shaped[Array, "R ..."]) -> Sequence[Array]:
+    """The arrays that a layer owns of what its forward has returned: that itself, or its ``arrays``."""
+    arrays: Sequence[Array] = getattr(y, "arrays", (y,))
+    return arrays

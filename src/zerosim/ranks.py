@@ -232,10 +232,10 @@ class Workspace:
         """The moment, for ``free_since``."""
         return self._ranks.allocations
 
-    def free_since(self, mark: int, keep: Array) -> None:
+    def free_since(self, mark: int, keep: Sequence[Array]) -> None:
         """Free what was allocated in the band since ``mark`` and is still held, all but ``keep``."""
         for array in self._ranks.since(mark, self._band):
-            if array is not keep:
+            if not any(array is each for each in keep):
                 self._ranks.free(array)
 
     def flops(self, count: int) -> None:

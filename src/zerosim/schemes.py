@@ -21,7 +21,7 @@ from zerosim.comm import Comm, Ring
 from zerosim.counts import Event, Phase, Report
 from zerosim.gradients import Gradients
 from zerosim.kernels.choice import choose
-from zerosim.layers import Checkpointed, MicroBatch, Model, Pass
+from zerosim.layers import Checkpointed, MicroBatch, Model, Pass, Turn
 from zerosim.ledger import Ledger
 from zerosim.options import LossScale, Options
 from zerosim.parameters import Parameters
@@ -125,6 +125,7 @@ class Scheme:
 
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
         self.steps = self.updates = 0  # all, and those that were applied: the optimizer's step count
+        self._turn = Turn(self.ring.ids, 0, 0)
         self.scaler = Scaler(options.loss_scale) if isinstance(options.loss_scale, LossScale) else None
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
@@ -161,6 +162,7 @@ class Scheme:
                 total = self._total(micro_batches)
                 losses: list[Any] = []
                 for index, each in enumerate(micro_batches):
+                    self._turn = Turn(self.ring.ids, self.steps, index)
                     losses.append(self._micro_batch(each, total, last=index == len(micro_batches) - 1))
                 self._apply(report)
                 report.loss = report.mean_of_means = float(np.mean(np.concatenate(losses)))
@@ -229,7 +231,7 @@ class Scheme:
         for index, layer in enumerate(self.layers):
             with self._parameters.of(self.layers, index) as params:
                 self._work.unit = layer.name
-                x, kept = layer.forward(x, Pass(params, self._work))
+                x, kept = layer.forward(x, Pass(params, self._work, turn=self._turn))
                 self.ledger.computed(layer.name)
                 saved.append(kept)
         return x, saved
@@ -240,7 +242,8 @@ class Scheme:
             with self._parameters.of(order, index) as params:
                 grads = self._gradients.room(layer)
                 self._work.unit = layer.name
-                dx = layer.backward(saved.pop(), dy, Pass(params, self._work, grads, layer is not order[-1]))
+                given = Pass(params, self._work, grads, layer is not order[-1], self._turn)
+                dx = layer.backward(saved.pop(), dy, given)
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx

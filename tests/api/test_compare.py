@@ -107,6 +107,23 @@ def test_a_module_is_compared_through_torchs_autograd(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "report.html").read_text(encoding="utf-8") == page
 
 
+def test_modules_take_several_inputs_and_targets() -> None:
+    """A batch's x and y may be tuples and mappings, one batch or a list of them, also of two ranks."""
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Bilinear(3, 2, 3)
+
+    def loss(found: Any, wanted: Any) -> Any:
+        return (found - wanted["one"] - wanted["two"]).square().mean()
+
+    x, y = (torch.ones(2, 3), np.ones((2, 2), np.float32)), {"one": torch.ones(2, 3), "two": torch.zeros(2, 3)}
+    whole = zs.compare(net, [[(x, y)] * 2], ranks=2, loss=loss)
+    assert whole.holds
+    alone = zs.compare(net, [(x, y)] * 2, ranks=2, loss=loss)
+    assert [each.steps[0].loss for each in alone.results.schemes] == [
+        each.steps[0].loss for each in whole.results.schemes
+    ]
+
+
 def test_a_run_stepped_by_hand_has_a_page_and_a_file(tmp_path: Path) -> None:
     """What a run found is a record like the lab's, which contradicts nothing."""
     run = zs.ZeRO3(SMALL, ranks=3)

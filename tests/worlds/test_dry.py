@@ -546,6 +546,8 @@ def test_nothing_is_decided_by_values_that_are_not_there() -> None:
     with pytest.raises(TypeError):
         int(dry.sum())  # type: ignore[call-overload]
     assert math.isnan(float(dry.mean()))
+    unknown = DryArray((2, 1), np.float32).tolist()
+    assert [[math.isnan(each) for each in row] for row in unknown] == [[True], [True]]
     with pytest.raises(TypeError, match="one element"):
         float(dry)
     with pytest.raises(IndexError, match="Without values"):

@@ -137,7 +137,8 @@ def compare(
 
     * ``model``: an ``MLP``, or a ``torch.nn.Module``, whose ``wrap`` (the class of its blocks; by default its own
       parts) and ``loss`` (of output and target; by default cross entropy) may be said.
-    * ``batches``: for each step one (x, y) per rank, arrays or tensors; see ``batches``.
+    * ``batches``: for each step one (x, y) per rank, arrays or tensors, or for a module several in a tuple or by
+      name; see ``batches``.
     * Options come as keywords, as one record, or as both. With ``accumulate`` all rows reduce after each
       micro-batch unless ``sync`` says otherwise: rows that reduce at other times sum in another order.
 

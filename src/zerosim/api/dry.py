@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from zerosim.api.models import is_module
-from zerosim.bands import FP32
 from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.options import Options, chosen, with_options
@@ -57,10 +56,8 @@ def dry(
 
 def _measured(module: Any, batch: tuple[Any, Any] | None, wrap: Any, loss: Any, options: Options) -> tuple[Any, Any]:
     """The module's shapes, and a batch of them."""
-    import torch  # there already, as the module is one
-
-    from zerosim.planner.python_path import blocks
-    from zerosim.torch_models.profile import cross_entropy, measure
+    from zerosim.torch_models.losses import cross_entropy
+    from zerosim.torch_models.model import shapes_of
     from zerosim.worlds.shapes import ShapeModel
 
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -68,10 +65,5 @@ def _measured(module: Any, batch: tuple[Any, Any] | None, wrap: Any, loss: Any, 
             f"dry(batch): a module needs an example of one rank's (x, y); got {type(batch).__name__}. Empty tensors of "
             f"the right shapes, on torch.device('meta') say, will do."
         )
-    x, y = (torch.as_tensor(each) for each in batch)
-    compute = "fp32" if options.recipe.working == FP32 else "bf16"
-    shapes = measure(
-        module, x, blocks(module) if wrap is None else wrap, compute=compute, loss=loss or cross_entropy, target=y
-    )
-    model = ShapeModel(shapes)
+    model = ShapeModel(shapes_of(module, batch[0], wrap, loss=loss or cross_entropy, target=batch[1]))
     return model, model.batch(options.accumulate)

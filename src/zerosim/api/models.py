@@ -6,7 +6,7 @@ what the model is trained for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zerosim.bands import Array
@@ -27,10 +27,10 @@ def model_for(call: str, model: Any, x: Any, *, wrap: Any = None, loss: Any = No
     TypeError for what is neither, ValueError for a module that cannot be cut so.
     """
     if is_module(model):
-        from zerosim.planner.python_path import blocks
-        from zerosim.torch_models.model import TorchModel, cross_entropy
+        from zerosim.torch_models.losses import cross_entropy
+        from zerosim.torch_models.model import TorchModel
 
-        return TorchModel(model, x, blocks(model) if wrap is None else wrap, loss=loss or cross_entropy)
+        return TorchModel(model, x, wrap, loss=loss or cross_entropy)
     if not isinstance(model, Model):
         raise TypeError(
             f"{call}(model): a model is an MLP or a torch.nn.Module; got {type(model).__name__}. For a list of layer "
@@ -53,9 +53,10 @@ def batches_for(call: str, batches: Iterable[Any], ranks: int) -> list[Batch]:
         given = list(batches)
     except TypeError:
         given = []
-    if given and _is_pair(given[0]):
-        given = [given]
-    if not given or not all(isinstance(batch, Sequence) and all(map(_is_pair, batch)) for batch in given):
+    several = all(isinstance(batch, Sequence) and all(map(_is_pair, batch)) for batch in given)
+    if given and not several and all(map(_is_pair, given)):
+        given, several = [given], True
+    if not given or not several:
         raise ValueError(
             f"{call}(batches): a list of batches, each a list of one (x, y) per rank, as in "
             f"zs.batches(ranks={ranks}); got {type(batches).__name__}."
@@ -66,17 +67,32 @@ def batches_for(call: str, batches: Iterable[Any], ranks: int) -> list[Batch]:
             f"{call}(batches): each batch has one (x, y) per rank, {ranks} in all; got one of {wrong}. Pass "
             f"ranks={wrong}, or other batches."
         )
-    return [[(as_array(x), as_array(y)) for x, y in batch] for batch in given]
+    return [[(_arrays(x), _arrays(y)) for x, y in batch] for batch in given]
 
 
 def rows_of(batches: Sequence[Batch]) -> int:
     """Rows of each rank's batch, or 0 where they are not always the same."""
-    rows = {len(x) for batch in batches for x, _ in batch}
+    rows = {len(_parts(x)[0]) for batch in batches for x, _ in batch}
     return rows.pop() if len(rows) == 1 else 0
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(hasattr(each, "shape") for each in value)
+    """Whether it is an (x, y), each an array, or several in a tuple or by name."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_data, value))
+
+
+def _is_data(value: Any) -> bool:
+    return len(_parts(value)) > 0 and all(hasattr(each, "shape") for each in _parts(value))
+
+
+def _parts(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else [value]
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: as_array(each) for name, each in value.items()}
+    return tuple(map(as_array, value)) if isinstance(value, tuple) else as_array(value)
 
 
 def batches(

@@ -17,8 +17,8 @@ import torch
 from zerosim.bands import Array
 from zerosim.conformance.layout import Layout, tensor_of
 from zerosim.conformance.seen import leaves, sliced
-from zerosim.torch_models.intercept import arguments, map_tensors
-from zerosim.torch_models.model import deterministic
+from zerosim.torch_models.draws import deterministic
+from zerosim.torch_models.trees import arguments, map_tensors
 
 Tensor = Any
 Tree = Any

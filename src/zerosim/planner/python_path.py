@@ -20,7 +20,9 @@ from zerosim.bands import FP32
 from zerosim.model import MLP
 from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.model_source import Inputs, ModelSource, Perceptron, Prepared, Workload, too_large
-from zerosim.torch_models.profile import cross_entropy, measure
+from zerosim.torch_models.losses import cross_entropy
+from zerosim.torch_models.profile import measure
+from zerosim.torch_models.units import blocks
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 SEQUENCE = 2048  # the length of a row unless told otherwise
@@ -200,15 +202,3 @@ def _source(made: Any, text: str) -> ModelSource:
         hint="" if parts.get("inputs") else HINT,
         **options,
     )
-
-
-def blocks(module: torch.nn.Module) -> Any:
-    """The rule where none is given: what its makers say must not be split; or the classes of what stands in a
-    ModuleList; or of the module's own parts."""
-    names = {name for each in module.modules() for name in getattr(each, "_no_split_modules", None) or ()}
-    kinds = {type(each) for each in module.modules() if type(each).__name__ in names}
-    if kinds:
-        return tuple(sorted(kinds, key=lambda kind: kind.__name__))
-    listed = [child for each in module.modules() if isinstance(each, torch.nn.ModuleList) for child in each]
-    parts = [each for each in listed or module.children() if next(each.parameters(), None) is not None]
-    return tuple(dict.fromkeys(type(each) for each in parts)) or (type(module),)

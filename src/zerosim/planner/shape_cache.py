@@ -22,7 +22,7 @@ from zerosim.records.files import write_whole
 FOLDER = "ZEROSIM_CACHE"  # the environment variable that names another folder; empty, nothing is kept
 MOST_FILES = 1000
 _MEASURING = ("torch_models", "planner")  # the folders whose text decides what is measured
-_SHAPES = ("worlds/shapes.py", "layers.py")
+_SHAPES = ("worlds/model_shapes.py", "worlds/shapes.py", "layers.py")
 
 Kind = TypeVar("Kind")
 

@@ -14,26 +14,14 @@ from typing import Any
 import torch
 
 from zerosim.torch_models.alike import Alike
-from zerosim.torch_models.intercept import intercepted, map_tensors, origins, tensors
+from zerosim.torch_models.costs import Cost, cost_of, elements, shape_of
+from zerosim.torch_models.intercept import intercepted, origins
+from zerosim.torch_models.losses import Loss
 from zerosim.torch_models.op_counters import Flops, Fused, Watch
-from zerosim.torch_models.saved_tensors import Kept, SavedTensors, total
-from zerosim.torch_models.units import Unit, numpy_dtype
-from zerosim.worlds.shapes import Tensor, UnitShapes
-
-Loss = Callable[[Any, Any], Any]
-
-
-@dataclass
-class Cost:
-    """What one call of a unit came to."""
-
-    saved: tuple[Tensor, ...] = ()
-    recomputed: tuple[Tensor, ...] = ()
-    forward_flops: int = 0
-    backward_flops: int = 0
-    recompute_flops: int = 0
-    forward_temporaries: int = 0
-    backward_temporaries: int = 0
+from zerosim.torch_models.saved_tensors import SavedTensors, is_dense
+from zerosim.torch_models.trees import map_tensors, tensors
+from zerosim.torch_models.units import Unit
+from zerosim.worlds.model_shapes import UnitShapes
 
 
 @dataclass
@@ -125,7 +113,7 @@ class Run:
 
     def units(self) -> list[UnitShapes]:
         """What was seen, call by call."""
-        kept = list(map(_kept, self._saved.finish({})))
+        kept = [elements(kept.storage.nbytes(), kept.dtype) for kept in self._saved.finish({})]
         if wrong := sorted(name for name in self._saved.touched if name and not str(name).startswith("input ")):
             raise ValueError(
                 f"measure(wrap): {', '.join(map(str, wrong))} is read outside the forward pass of its unit, where it "
@@ -259,31 +247,9 @@ def _cost(
     watch: Watch,
 ) -> tuple[Cost, Sequence[torch.Tensor | None]]:
     """What a run that has just been recorded came to, and its backward from ``ends`` to the leaves ``needing`` it."""
-    all_kept = record.finish(outputs)
-    chosen = {id(tensor.untyped_storage()): Kept(tensor.untyped_storage(), tensor.dtype) for tensor in watch.chosen}
-    for tensor in outputs.values():
-        chosen.pop(id(tensor.untyped_storage()), None)
-    rest = [kept for kept in all_kept if id(kept.storage) not in chosen]
-    held = total(all_kept) + sum(map(_nbytes, outputs.values()))
-    forward = watch.total
-    cost = Cost(
-        saved=tuple(map(_kept, chosen.values() if watch.selective else all_kept)),
-        recomputed=tuple(map(_kept, rest)) if watch.selective else (),
-        forward_flops=forward,
-        recompute_flops=forward - watch.chosen_flops if watch.selective else 0,
-        forward_temporaries=max(0, watch.most - held),
-    )
-    del all_kept, chosen, rest
-    watch.chosen.clear()
-    grads: Sequence[torch.Tensor | None] = [None] * len(needing)
-    if ends and needing:
-        watch.most = watch.now
-        given = [torch.empty_like(tensor) for tensor in ends]
-        grads = torch.autograd.grad(ends, needing, given, allow_unused=True)
-        held += sum(map(_nbytes, (*given, *needing)))
-        cost.backward_flops = watch.total - forward
-        cost.backward_temporaries = max(0, watch.most - held)
-    return cost, grads
+    as_such = {name: tensor for name, tensor in outputs.items() if is_dense(tensor)}
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
+    return cost_of(record, as_such, nbytes, ends, [torch.empty_like(tensor) for tensor in ends], needing, watch)
 
 
 def _settings() -> tuple[Any, ...]:
@@ -298,17 +264,3 @@ def _found(output: Any) -> list[torch.Tensor]:
 def _anew(output: torch.Tensor) -> torch.Tensor:
     """In place of an output: a tensor of its own, row by row, as outputs are held."""
     return torch.empty(output.shape, dtype=output.dtype, device="meta", requires_grad=output.requires_grad)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
-
-
-def shape_of(tensor: torch.Tensor) -> Tensor:
-    """What is written down of a tensor."""
-    return Tensor(tuple(map(int, tensor.shape)), numpy_dtype(tensor.dtype).name)
-
-
-def _kept(kept: Kept) -> Tensor:
-    dtype = numpy_dtype(kept.dtype)
-    return Tensor((kept.storage.nbytes() // dtype.itemsize,), dtype.name)

@@ -1,270 +1,300 @@
 """A torch module as a model of the simulator: real numerics, through torch's own autograd on the CPU.
 
-Owns ``TorchModel`` and its layers. A unit's forward and backward run rank by rank on views of
-that rank's row; what autograd would keep in between is held in the ledger's arrays instead, so
-that the bytes held are bytes that exist. Parameters are never kept: backward takes them from
-what it is handed, which is what gathering them again means. Must not know stages or sharding.
+Owns ``TorchModel``: what a caller passes, how that becomes layers, and the loss. Must not know
+stages or sharding, nor how a layer computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Shaped
-from torch.autograd.graph import get_gradient_edge
 
 from zerosim.bands import Array
-from zerosim.layers import Checkpointed, Flat, Group, Layer, Pass, Role
+from zerosim.layers import Checkpointed, Group, Layer, Role
 from zerosim.ranks import Workspace
-from zerosim.torch_models.batch import check_batch
-from zerosim.torch_models.chain import Link, chain, check_repeatable
-from zerosim.torch_models.intercept import map_tensors
-from zerosim.torch_models.meta_run import Loss
-from zerosim.torch_models.op_counters import Flops
-from zerosim.torch_models.profile import DTYPES, cross_entropy, measure
-from zerosim.torch_models.saved_tensors import SavedTensors
-from zerosim.torch_models.tensors import OUTPUT, Held, drop, row, store, view
-from zerosim.torch_models.units import Part, Wrap, partition
+from zerosim.torch_models import self_check
+from zerosim.torch_models.batch import check_batch, read_example, read_target, vocabularies
+from zerosim.torch_models.copies import with_values, without_states
+from zerosim.torch_models.execution import Executor
+from zerosim.torch_models.groups import Part, grouped
+from zerosim.torch_models.layer_costs import layer_shapes
+from zerosim.torch_models.layering import Layering
+from zerosim.torch_models.losses import Loss, RankLoss, cross_entropy
+from zerosim.torch_models.planning import Decisions, failed, planned
+from zerosim.torch_models.profile import DTYPES
+from zerosim.torch_models.slots import check_dtypes, check_hooks, slots_of
+from zerosim.torch_models.torch_unit import TorchUnit, Work
+from zerosim.torch_models.trees import map_tensors
+from zerosim.torch_models.units import Wrap, blocks
+from zerosim.util.arguments import integer, one_of
+from zerosim.worlds.model_shapes import ModelShapes
 
-__all__ = ["TorchModel", "TorchUnit", "cross_entropy", "measure"]
-
-
-class TorchUnit:
-    """One unit of a chain as a layer: ``link`` says what is called and how, ``compute`` in which torch dtype."""
-
-    def __init__(self, link: Link, compute: Any) -> None:
-        self.name, self.groups = link.name, link.unit.groups
-        self._link, self._compute, self._parts = link, compute, link.unit.parts
-
-    def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
-        work = given.work
-        flats, held, records, edges, operations = self._flats(given.params), Held(work), [], [], 0
-        for rank in range(len(x)):
-            own = self._tensors(flats, rank)
-            leaf_x = row(x, rank).requires_grad_(self._link.x_grad)
-            record = SavedTensors({"": leaf_x, **own})
-            with counting(rank) as flops, record.recording(), torch.enable_grad(), deterministic(self.name, rank == 0):
-                versions = {name: leaf._version for name, leaf in (("", leaf_x), *own.items())}
-                after = dict(own)  # where torch leaves what the module has assigned to a name
-                y = torch.func.functional_call(self._link.module, after, *self._call(leaf_x))
-            self._check_written({"": leaf_x, **own}, {"": leaf_x, **after}, versions)
-            operations += flops()
-            held.take(rank, y, record.finish({OUTPUT: y}))
-            records.append(record)
-            inputs = [get_gradient_edge(leaf) for leaf in (leaf_x, *own.values()) if leaf.requires_grad]
-            edges.append((get_gradient_edge(y) if y.requires_grad else None, inputs))
-            for leaf in (leaf_x, *own.values()):
-                drop(leaf)
-        work.flops(operations)
-        return held.y, (x, held, records, edges)
-
-    def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
-        (x, held, records, edges), (params, work, grads, need_dx) = saved, given
-        flats, operations, dx = self._flats(params), 0, None
-        targets = grads if isinstance(grads, list) else [grads]
-        if need_dx:  # without elements if nothing before this unit trains
-            dx = work.hold(*x.shape[1:], dtype=x.dtype) if self._link.x_grad else work.hold(0)
-        for rank, (end, inputs) in enumerate(edges):
-            records[rank].sources = held.sources(rank, x, self._tensors(flats, rank))
-            found: Sequence[Any] = [None] * len(inputs)
-            if end is not None and inputs:
-                with counting(rank) as flops:
-                    found = torch.autograd.grad([end], inputs, [row(dy, rank)], allow_unused=True)
-                operations += flops()
-            records[rank].sources = {}
-            rest = list(found)
-            if self._link.x_grad:
-                first = rest.pop(0)
-                if dx is not None:
-                    store(first, view(dx[rank]))
-            for target, part in zip(targets, self._trainable, strict=True):
-                start = 0
-                for shape in part.group.shapes:
-                    stop = start + prod(shape)
-                    store(rest.pop(0), view(target[rank, start:stop]))
-                    start = stop
-        work.flops(operations)
-        held.free()
-        work.free(dy)
-        return dx
-
-    @property
-    def _trainable(self) -> list[Part]:
-        return [part for part in self._parts if part.group.role is Role.TRAINABLE]
-
-    def _check_written(
-        self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], versions: Mapping[str, int]
-    ) -> None:
-        """Refuse a forward that has changed anything but its buffers, or those otherwise than in place."""
-        buffers = {name for part in self._parts if part.group.role is Role.BUFFER for name in part.names}
-        for name, leaf in before.items():
-            if after[name] is not leaf:
-                raise RuntimeError(
-                    f"TorchModel: {self.name} assigns a new tensor to {name}, which would be lost: each rank has its "
-                    f"own memory for it. Write to a buffer in place, with copy_() say."
-                )
-            if leaf._version == versions[name] or name in buffers:
-                continue
-            if name:
-                raise RuntimeError(
-                    f"TorchModel: {self.name} overwrites its parameter {name}, which would be lost: it computes with a "
-                    f"copy, and only the optimizer writes to the original. Change parameters out of place, as in "
-                    f"torch.nn.utils.parametrizations."
-                )
-            raise RuntimeError(
-                f"TorchModel: {self.name} overwrites its input, which belongs to the unit before it. Use the "
-                f"out-of-place form (inplace=False), or match a module around both."
-            )
-
-    def _flats(self, params: Flat) -> list[Array]:
-        return params if isinstance(params, list) else [params]
-
-    def _call(self, given: torch.Tensor) -> tuple[Any, Any]:
-        return map_tensors(lambda _: given, (self._link.args, self._link.kwargs))  # type: ignore[no-any-return]
-
-    def _tensors(self, flats: Sequence[Array], rank: int) -> dict[str, torch.Tensor]:
-        """One rank's tensors of the module by name: buffers themselves, parameters in registers.
-
-        Each starts at an address of its own, in the dtype of the arithmetic, as torch would have it.
-        """
-        found: dict[str, torch.Tensor] = {}
-        for flat, part in zip(flats, self._parts, strict=True):
-            start = 0
-            for name, shape in zip(part.names, part.group.shapes, strict=True):
-                stop = start + prod(shape)
-                tensor = view(flat[rank, start:stop])
-                if part.group.role is not Role.BUFFER:
-                    tensor = tensor.to(self._compute, copy=True)
-                found[name] = tensor.view(shape).requires_grad_(part.group.role is Role.TRAINABLE)
-                start = stop
-        return found
+__all__ = ["TorchModel", "from_torch", "shapes_of"]
 
 
 class TorchModel:
-    """``module`` cut into units (``wrap``: see ``units.partition``), for a ``Scheme`` in the simulator.
+    """``module`` cut into layers (``wrap``: see ``units.partition``), for a ``Scheme`` in the simulator.
 
-    * ``inputs``: an example of one rank's x [B, ...], by which the units' order is found.
+    * ``inputs``: an example of one rank's x [B, ...], a tensor or an array; several in a tuple, or by keyword
+      in a mapping.
+    * ``wrap``: the class of the blocks, several, or a predicate on modules; by default what stands in a
+      ``ModuleList``, or else the classes of the module's own parts.
+    * ``loss``: a function of the output and the target of one rank to a number.
+    * ``target``: an example of one rank's target, by which ``shapes`` knows the loss without values; for
+      ``cross_entropy`` there is no need of one.
     * ``compute``: the dtype of the arithmetic and of floating-point activations, ``"fp32"``, ``"fp16"`` or
       ``"bf16"``. Where the working copy has another it is cast in a register.
     * ``checkpoint``: ``"full"`` for units that ``wrap`` matched keep their input alone.
-    * ``loss``: a function of the output and the target of one rank, both tensors, to a number.
+    * ``seed``: of what the module draws, dropout say; what that depends on besides is in ``draws.seed_of``.
 
-    ValueError if the units do not chain: each takes one tensor, what the one before returned,
-    and the last one's is what the module returns. A module that draws random numbers
-    (dropout) is refused, for every stage and every rank would draw others, and so is one that
-    remembers its calls elsewhere than in buffers, which every rank has for itself.
+    A layer is a unit and what the modules around do until the next is called. Where that cannot be
+    taken apart a layer is more than a unit, and ``notes`` say why. What is accepted trains as it would in
+    torch: on ``inputs`` the output and all gradients are compared with the module's, bit for bit.
+    ValueError for what is not, and why: a module that writes to its parameters, or that remembers its
+    calls elsewhere than in buffers, which every rank has for itself.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    >>> model = TorchModel(net, torch.zeros(4, 3), loss=torch.nn.functional.mse_loss)
+    >>> model.n_params, [layer.name for layer in model.layers]
+    (32, ['0', '1', '2'])
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         inputs: Any,
-        wrap: Wrap,
+        wrap: Wrap = None,
         *,
         compute: str = "fp32",
         checkpoint: str = "none",
         loss: Loss = cross_entropy,
+        target: Any = None,
+        seed: int = 0,
     ) -> None:
-        if compute not in DTYPES:
-            raise ValueError(f"TorchModel(compute): one of {', '.join(DTYPES)}; got {compute!r}.")
+        one_of("TorchModel", "compute", compute, DTYPES)
         if checkpoint not in ("none", "full"):
             raise ValueError(
                 f"TorchModel(checkpoint): 'none' or 'full'; got {checkpoint!r}. Only measure() knows selective "
                 f"checkpointing."
             )
-        units = partition(module, wrap)
-        self._compute, self._loss = DTYPES[compute], loss
-        self._example = torch.as_tensor(inputs)
-        with deterministic(type(module).__name__):
-            self._links = chain(module, units, self._example)
-        check_repeatable(module, self._example)
-        self.layers: list[Layer] = []
-        for link in self._links:
-            layer = TorchUnit(link, self._compute)
-            self.layers.append(Checkpointed(layer) if checkpoint == "full" and link.unit.matched else layer)
-        self._values = {
-            part.group: torch.cat([tensor.detach().reshape(-1) for tensor in part.tensors]).clone()
-            for link in self._links
-            for part in link.unit.parts
-        }
+        seed = integer("TorchModel", "seed", seed, 0)
+        self._compute, self._checkpoint, self._loss = DTYPES[compute], checkpoint, RankLoss(loss)
+        _check_module(module, self._compute)
+        self._module = with_values(module, self._compute)  # the caller's own may change; as it is now it is trained
+        self._values = {name: own.detach().clone() for name, own in module.state_dict(keep_vars=True).items()}
+        self._example = read_example(inputs, self._compute)
+        self._target = read_target(target)
+        self._layerings: dict[int, Layering] = {}
+        self._bare = without_states(self._module, self._compute)
+        self._work = Work(Executor(self._bare), self._compute, seed, self.layering)
+        self._decide(Decisions(blocks(module) if wrap is None else wrap))
+
+    def _decide(self, decisions: Decisions) -> None:
+        """Cut the module into layers that compute what it computes, as finely as they do."""
+        while True:
+            self._cut(decisions)
+            whole = with_values(self._module, self._compute)
+            layering = self._layerings[self._example.rows]
+            try:
+                wanted = self_check.as_a_whole(whole, layering, self._example, self._work.seed)
+            except (RuntimeError, NotImplementedError) as error:
+                raise failed("TorchModel", whole, self._example, error) from error
+            try:
+                found = self_check.layer_by_layer(
+                    self._units, layering, self._example, self._flat_values(), self._compute
+                )
+                if again := self_check.read_again(found, layering):
+                    decisions = self._decisions.with_joined(again)
+                    continue
+                self_check.compare(wanted, found)
+                return
+            except (self_check.Mismatch, RuntimeError, ValueError) as error:
+                if any(path == "" for path, _ in self._decisions.whole):
+                    raise ValueError(
+                        f"TorchModel(module): {type(whole).__name__} would not train as it does in torch: "
+                        f"{_reason(error)}."
+                    ) from error
+                name = type(whole).__name__
+                decisions = self._decisions.with_whole("", f"{name} is one unit as a whole: cut up, {_reason(error)}")
+
+    def _cut(self, decisions: Decisions) -> None:
+        recorded, layering, self._decisions = planned(
+            "TorchModel", lambda: with_values(self._module, self._compute), self._example.turned(), decisions
+        )
+        self.notes: tuple[str, ...] = self._decisions.notes(layering)
+        """In words, why some layers are more than a unit."""
+        parts = grouped(layering, recorded)
+        self._layerings = {self._example.rows: layering}
+        self._units = [
+            TorchUnit(number, plan, own, self._work)
+            for number, (plan, own) in enumerate(zip(layering.layers, parts, strict=True))
+        ]
+        self.layers: list[Layer] = [
+            Checkpointed(unit) if self._checkpoint == "full" and plan.matched else unit
+            for unit, plan in zip(self._units, layering.layers, strict=True)
+        ]
+        self._parts = list({part.group: part for unit in self._units for part in unit.parts}.values())
+
+    def layering(self, rows: int) -> Layering:
+        """The layers for so many rows: the same operations, on other shapes."""
+        if rows not in self._layerings:
+            first = self._layerings[self._example.rows]
+            _, other, _ = planned(
+                "step(batch)", lambda: with_values(self._module, self._compute), self._example.of(rows), self._decisions
+            )
+            if other.outline != first.outline:
+                raise ValueError(
+                    f"step(batch): for {rows} rows the module does something else than for the example's "
+                    f"{self._example.rows}: its layers would be others. Make the model with an example of {rows} rows."
+                )
+            self._layerings[rows] = other
+        return self._layerings[rows]
+
+    # -- a model
 
     @property
     def n_params(self) -> int:
         """The logical number of parameters: tied ones once, frozen ones too, buffers left out."""
-        return sum(group.size for group in self._values if group.role is not Role.BUFFER)
+        return sum(part.group.size for part in self._parts if part.group.role is not Role.BUFFER)
 
     def initial(self) -> Float[Array, "P"]:
         """The parameters [n_params] that the module had when this was made, fp32."""
-        flats = [flat.float() for group, flat in self._values.items() if group.role is not Role.BUFFER]
+        flats = [flat.float() for group, flat in self._flat_values().items() if group.role is not Role.BUFFER]
         values: Array = torch.cat(flats).numpy()
         return values
 
     def buffer(self, group: Group) -> Array:
         """The values of a group of buffers [its size] when this was made."""
-        values: Array = self._values[group].view(torch.uint8).numpy().view(group.dtype)
+        values: Array = self._flat_values()[group].view(torch.uint8).numpy().view(group.dtype)
         return values
+
+    def named(self, flat: Float[Array, "P"]) -> dict[str, Array]:
+        """Parameters by the module's names for them, of one flat vector like ``full_theta``'s: views.
+
+        >>> model = TorchModel(torch.nn.Linear(3, 2), torch.zeros(4, 3), loss=torch.nn.functional.mse_loss)
+        >>> {name: each.shape for name, each in model.named(model.initial()).items()}
+        {'weight': (2, 3), 'bias': (2,)}
+        """
+        found, start = {}, 0
+        for part in self._parts:
+            for slot in part.slots if part.group.role is not Role.BUFFER else ():
+                found[slot.name] = flat[start : start + prod(slot.shape)].reshape(slot.shape)
+                start += prod(slot.shape)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """How many rows the example has."""
+        return self._example.rows
+
+    def names(self, group: Group) -> list[str]:
+        """The module's names for what a group of parameters or buffers consists of, in its order."""
+        return [slot.name for part in self._parts if part.group is group for slot in part.slots]
 
     def check(
         self, batch: Sequence[tuple[Any, Any]], ranks: int
     ) -> tuple[Shaped[Array, "R ..."], Shaped[Array, "R ..."]]:
         """One (x [B, ...], target [B, ...]) per rank, x like the example but for B, which is the same everywhere."""
-        first = self._links[0].module
-        vocabulary = first.num_embeddings if isinstance(first, torch.nn.Embedding) else None
-        return check_batch(batch, ranks, self._example, self._compute, vocabulary)
+        program = self._layerings[self._example.rows].program
+        return check_batch(batch, ranks, self._example, self._compute, vocabularies(program, self._bare))
 
-    def loss(
-        self, y: Shaped[Array, "R ..."], target: Shaped[Array, "R ..."], work: Workspace
-    ) -> tuple[Float[Array, "R"], Shaped[Array, "R ..."]]:
-        """Each rank's loss [R] and the gradient of its output [R, ...], held. Frees ``target``."""
-        held, records, ends, operations = Held(work), [], [], 0
-        for rank in range(len(y)):
-            given, wanted = row(y, rank).requires_grad_(), row(target, rank)
-            record = SavedTensors({"": given, "target": wanted})
-            with counting(rank) as flops, record.recording(), torch.enable_grad(), deterministic("the loss", rank == 0):
-                value = self._loss(given, wanted)
-            if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-                raise ValueError(f"TorchModel(loss): must return one number that depends on the output; got {value!r}.")
-            operations += flops()
-            held.keep(rank, record.finish({}))
-            records.append(record)
-            ends.append((value, given))
-        dy = work.hold(*y.shape[1:], dtype=y.dtype)
-        for rank, (value, given) in enumerate(ends):
-            records[rank].sources = held.sources(rank, y, {"target": row(target, rank)})
-            with counting(rank) as flops:
-                [grad] = torch.autograd.grad(value, [given], allow_unused=True)
-            operations += flops()
-            store(grad, view(dy[rank]))
-            records[rank].sources = {}
-        work.flops(operations)
-        held.free()
-        work.free(target)
-        return np.array([value.item() for value, _ in ends], np.float64), dy
+    def loss(self, y: Any, target: Shaped[Array, "R ..."], work: Workspace) -> tuple[Float[Array, "R"], Any]:
+        """Each rank's loss [R] and the gradients of what the module returns, held. Frees ``target``."""
+        return self._loss(y, target, work)
+
+    def shapes(self, rows: int | None = None) -> ModelShapes:
+        """The model without values, for the dry world: what a rank holds for micro-batches of so many rows.
+
+        It is what the simulator holds, byte for byte. ValueError if there is no example of the target.
+        """
+        example = self._example if rows is None else self._example.of(integer("TorchModel.shapes", "rows", rows))
+        target = map_tensors(lambda each: each[torch.arange(example.rows) % len(each)], self._target)
+        shapes: ModelShapes = layer_shapes(
+            self._module, example.on_meta(), self._decisions, compute=self._compute, checkpoint=self._checkpoint,
+            loss=self._loss.function, target=target,
+        )  # fmt: skip
+        return shapes
+
+    def _flat_values(self) -> dict[Group, torch.Tensor]:
+        return {part.group: _flat(part, self._values) for part in self._parts}
 
 
-@contextmanager
-def counting(rank: int) -> Iterator[Callable[[], int]]:
-    """Count FLOPs within the block, of the first rank alone: what the others do has the same shapes."""
-    if rank:
-        yield lambda: 0
-        return
-    with Flops() as flops:
-        yield lambda: flops.total
+def from_torch(
+    module: torch.nn.Module, batch: Any, loss: Callable[[Any, Any], Any] = cross_entropy, **options: Any
+) -> TorchModel:
+    """A module as a model, from one (x, target) of a rank, or from a batch with one for each rank.
 
+    ``options`` are those of ``TorchModel``.
 
-@contextmanager
-def deterministic(name: str, watched: bool = True) -> Iterator[None]:
-    """Refuse what draws random numbers within the block."""
-    before = torch.get_rng_state() if watched else None
-    yield
-    if before is not None and not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    >>> batch = [(torch.randn(4, 3), torch.randn(4, 2)) for rank in range(2)]
+    >>> from zerosim.schemes import ZeRO3
+    >>> scheme = ZeRO3(from_torch(net, batch, torch.nn.MSELoss()), 2)
+    >>> scheme.step(batch) > scheme.step(batch) > 0
+    True
+    """
+    pair = batch[0] if isinstance(batch, list) and batch and isinstance(batch[0], (tuple, list)) else batch
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
-            f"TorchModel: {name} draws random numbers in its forward pass, which every rank and stage would draw "
-            f"differently. Set dropout to 0, or call module.eval()."
+            f"from_torch(batch): a pair (x, target) is needed, or a list of them, one per rank; got "
+            f"{type(batch).__name__}."
         )
+    return TorchModel(module, pair[0], loss=loss, target=pair[1], **options)
+
+
+def shapes_of(
+    module: torch.nn.Module,
+    inputs: Any,
+    wrap: Wrap = None,
+    *,
+    compute: str = "fp32",
+    checkpoint: str = "none",
+    loss: Loss = cross_entropy,
+    target: Any = None,
+) -> ModelShapes:
+    """What the simulator would hold of a module, byte for byte, without training it: ``TorchModel(...).shapes()``.
+
+    Nothing is allocated, so that the module and the tensors may have no values; the arguments are
+    ``TorchModel``'s. What only values show, such as that layers must be joined, is not seen.
+
+    >>> with torch.device("meta"):
+    ...     net = torch.nn.Sequential(torch.nn.Linear(10**6, 10**6), torch.nn.ReLU(), torch.nn.Linear(10**6, 1))
+    ...     shapes = shapes_of(net, torch.empty(8, 10**6), loss=torch.nn.MSELoss(), target=torch.empty(8, 1))
+    >>> shapes.n_params
+    1000002000001
+    """
+    one_of("TorchModel", "compute", compute, DTYPES)
+    kind = DTYPES[compute]
+    check_dtypes(slots_of(module).values(), kind)
+    shapes: ModelShapes = layer_shapes(
+        module, read_example(inputs, kind, "meta"), Decisions(blocks(module) if wrap is None else wrap), compute=kind,
+        checkpoint=checkpoint, loss=loss, target=read_target(target, "meta"),
+    )  # fmt: skip
+    return shapes
+
+
+def _check_module(module: torch.nn.Module, compute: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"TorchModel(module): a torch.nn.Module is needed; got {module!r}.")
+    slots = slots_of(module)
+    check_dtypes(slots.values(), compute)
+    check_hooks(module)
+    for name, own in (*module.named_parameters(), *module.named_buffers()):
+        if own.device.type != "cpu":
+            raise ValueError(
+                f"TorchModel(module): computes on the CPU, with values; {name} is on {own.device}. Use "
+                f"module.to('cpu'), or measure() for a module without values."
+            )
+
+
+def _flat(part: Part, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([values[slot.name].reshape(-1) for slot in part.slots])
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) if isinstance(error, self_check.Mismatch) else f"{type(error).__name__}: {error}"
+    return text.removeprefix("ValueError: TorchModel: ").removeprefix("RuntimeError: TorchModel: ").rstrip(".")

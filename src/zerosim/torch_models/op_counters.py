@@ -6,7 +6,8 @@ Owns the dispatch modes. Must not know units, nor what is kept for a backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from zerosim.torch_models.intercept import tensors
+from zerosim.torch_models.trees import tensors
 
 _aten: Any = torch.ops.aten
 _FUSED_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -40,22 +41,23 @@ class Fused(TorchFunctionMode):  # type: ignore[misc]
     """On the meta device attention and dropout are composed of small steps: take the fused kernels of other devices.
 
     Fused attention keeps no scores, and draws what it drops again instead of keeping it; fused
-    dropout keeps a byte for each element.
+    dropout keeps a byte for each element. A CPU has the former, where nothing is dropped, and not the latter.
     """
+
+    def __init__(self, kernels: str = "gpu") -> None:
+        super().__init__()
+        self._gpu = kernels == "gpu"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        answer = None
         if func is torch.nn.functional.scaled_dot_product_attention:
-            answer = _fused(*args, **kwargs)
-            if answer is not None:
-                return answer
-        if func is torch.nn.functional.dropout:
+            answer = _fused(*args, **kwargs, drops=self._gpu)
+        if func is torch.nn.functional.dropout and self._gpu:
             answer = _dropped(*args, **kwargs)
-            if answer is not None:
-                return answer
         if func is torch.rand and args in (((),), ([],)) and "device" not in kwargs:
-            return torch.ones((), device="cpu")  # a number that a layer is dropped by: it is not
-        return func(*args, **kwargs)
+            answer = torch.ones((), device="cpu")  # a number that a layer is dropped by: it is not
+        return func(*args, **kwargs) if answer is None else answer
 
 
 def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -66,9 +68,11 @@ def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
 
 def _fused(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, drops: bool = True,
 ) -> Any:  # fmt: skip
     plain = query.dim() == key.dim() == value.dim() == 4 and query.size(-1) == value.size(-1)
+    if dropout_p and not drops:
+        return None
     if not plain or not query.is_meta or (attn_mask is not None and attn_mask.requires_grad):
         return None
     if query.size(1) != key.size(1) and not enable_gqa:
@@ -111,6 +115,16 @@ class Flops(TorchDispatchMode):  # type: ignore[misc]
         return out
 
 
+@contextmanager
+def counting(first: bool) -> Iterator[Callable[[], int]]:
+    """Count FLOPs within the block, of the first rank alone: what the others do is the same, or less."""
+    if not first:
+        yield lambda: 0
+        return
+    with Flops() as flops:
+        yield lambda: flops.total
+
+
 class Watch(Flops):
     """Also follows the storages that come up within the block, the bytes alive at most, and which operations ran.
 
@@ -135,7 +149,9 @@ class Watch(Flops):
         made = [out] if isinstance(out, torch.Tensor) else tensors(out)
         for tensor in made:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
+            if storage._cdata not in self._known and not any(
+                storage is given.untyped_storage() for given in tensors((args, kwargs))
+            ):
                 self._follow(tensor, storage.nbytes())
         self.operations.append((func, *((tensor.shape, tensor.dtype) for tensor in made)))
         if self.selective and self._chooses(func):

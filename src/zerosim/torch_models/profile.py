@@ -13,28 +13,23 @@ from typing import Any, Literal
 import torch
 
 from zerosim.layers import Role
-from zerosim.torch_models.intercept import arguments, map_tensors, on_meta, tensors, to_meta
-from zerosim.torch_models.meta_run import Loss, Run, shape_of
-from zerosim.torch_models.units import Wrap, partition
-from zerosim.worlds.shapes import GroupShapes, ModelShapes, UnitShapes
+from zerosim.torch_models.copies import on_meta, to_meta
+from zerosim.torch_models.costs import shape_of
+from zerosim.torch_models.losses import Loss, cross_entropy
+from zerosim.torch_models.meta_run import Run
+from zerosim.torch_models.planning import TWO_ROWS
+from zerosim.torch_models.trees import arguments, map_tensors, tensors
+from zerosim.torch_models.units import Wrap, blocks, partition
+from zerosim.worlds.model_shapes import GroupShapes, ModelShapes, UnitShapes
 
 CHECKPOINTS = ("none", "full", "selective")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def cross_entropy(output: Any, target: Any) -> Any:
-    """The mean cross entropy of every position, computed in fp32: of logits [..., V] and integers [...].
-
-    ``output`` may also be an object with ``logits``, as language models' are.
-    """
-    logits = getattr(output, "logits", output)
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), target.flatten())
-
-
 def measure(
     module: torch.nn.Module,
     inputs: Any,
-    wrap: Wrap,
+    wrap: Wrap = None,
     *,
     compute: str = "bf16",
     checkpoint: str = "none",
@@ -46,7 +41,7 @@ def measure(
 
     * ``inputs``: what it is called with, a tensor, a tuple, or a mapping of keywords, on any device;
       the first tensor is the batch's x, and its first axis the rows.
-    * ``wrap``: the class of the blocks, several, or a predicate (see ``units.partition``).
+    * ``wrap``: the class of the blocks, several, or a predicate (see ``units.partition``); by default ``units.blocks``.
     * ``compute``: the dtype of the parameters that forward reads, ``"fp32"``, ``"fp16"`` or ``"bf16"``;
       floating-point inputs are in it as well, buffers in their own.
     * ``checkpoint``: of the units that ``wrap`` matched: ``"none"``; ``"full"``, each keeps its input
@@ -69,6 +64,7 @@ def measure(
     given = tensors((args, kwargs))
     if not given:
         raise ValueError(f"measure(inputs): needs at least one tensor, the batch's x first; got {inputs!r}.")
+    wrap = blocks(module) if wrap is None else wrap
     try:
         run, wanted, ending = _run(bare, wrap, given, checkpoint, idle, args, kwargs, loss, target)
     except (NotImplementedError, RuntimeError) as error:
@@ -76,6 +72,13 @@ def measure(
             f"measure(module): {type(module).__name__} failed on the meta device, where tensors have shapes and no "
             f"values ({error}). If it is not the inputs' shapes: what depends on values, such as .item() or an if on a "
             f"tensor, must go, or be left out of training."
+        ) from error
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in given)
+        raise ValueError(
+            f"measure(module): {type(module).__name__} failed on inputs {shapes}: {error}. {TWO_ROWS}"
         ) from error
     groups = [
         GroupShapes(group.name, group.shapes, group.role, None if group.dtype is None else group.dtype.name)

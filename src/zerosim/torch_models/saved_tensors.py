@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 
+Name = Any  # a number is that of a storage which is kept
+
 
 @dataclass(eq=False)
 class _Saved:
-    """In place of a saved tensor: a view of a storage, and which."""
+    """In place of a saved tensor: a view of a storage, and which. Until the run is over, the tensor itself."""
 
+    tensor: torch.Tensor | None
+    version: int
     storage: int
     dtype: Any
     offset: int
@@ -25,6 +29,7 @@ class _Saved:
     stride: Any
     conj: bool
     neg: bool
+    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,19 +51,19 @@ class SavedTensors:
     usual, and needs no sources: the record only takes note.
     """
 
-    def __init__(self, there: Mapping[str, torch.Tensor], *, hold: bool = False) -> None:
+    def __init__(self, there: Mapping[Name, torch.Tensor], *, hold: bool = False) -> None:
         self._hold = hold
-        self._names: dict[int, str | int] = {}
+        self._names: dict[int, Name] = {}
         self._alive: list[Any] = []  # so that no storage's place is taken by another before the run is over
-        self._views: list[tuple[torch.Tensor, int]] = []
+        self._saved: list[_Saved] = []
         self._kept: dict[int, Kept] = {}
-        self.touched: set[str | int] = set()
+        self.touched: set[Name] = set()
         """The names of what is there and was saved."""
-        self.sources: Mapping[str | int, torch.Tensor] = {}
+        self.sources: Mapping[Name, torch.Tensor] = {}
         for name, tensor in there.items():
             self.know(name, tensor)
 
-    def know(self, name: str, tensor: torch.Tensor) -> None:
+    def know(self, name: Name, tensor: torch.Tensor) -> None:
         """From now on this, too, is there anyway."""
         storage = tensor.untyped_storage()
         self._alive.append(storage)
@@ -76,47 +81,51 @@ class SavedTensors:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Watch what is saved within the block."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except BaseException:
+            for saved in self._saved:  # a graph that holds its own output would never go
+                saved.tensor = None
+            raise
 
-    def finish(self, outputs: Mapping[str, torch.Tensor]) -> list[Kept]:
-        """The storages to be kept, in order: those of ``outputs``, which are kept as such, left out.
-
-        RuntimeError if something that was saved has been overwritten since.
-        """
-        for view, version in self._views:
-            if view._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(view.shape)} that the backward needs has been modified in place since "
-                    f"it was saved; use the out-of-place form of that operation."
-                )
+    def finish(self, outputs: Mapping[Name, torch.Tensor]) -> list[Kept]:
+        """The storages to be kept, in order: those of ``outputs``, which are kept as such, left out."""
+        for saved in self._saved:
+            assert saved.tensor is not None, "the run is not over yet"
+            saved.stale = saved.tensor._version != saved.version
         for name, tensor in outputs.items():
-            if is_dense(tensor):
-                self._names.setdefault(tensor.untyped_storage()._cdata, name)
+            self.know(name, tensor)
         kept = [each for key, each in self._kept.items() if key not in self._names]
         for number, each in enumerate(kept):
             self._names[each.storage._cdata] = number
-        self._alive, self._views, self._kept = [], [], {}
+        for saved in self._saved:
+            saved.tensor = saved.tensor if self._hold else None
+        self._alive, self._saved, self._kept = [], [], {}
         return kept
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         self._alive.append(storage)
-        self._views.append((tensor, tensor._version))
-        if (name := self._names.get(storage._cdata)) is not None:
-            self.touched.add(name)
+        if storage._cdata in self._names:
+            self.touched.add(self._names[storage._cdata])
         else:
             self._kept.setdefault(storage._cdata, Kept(storage, tensor.dtype))
-        if self._hold:
-            return tensor
-        return _Saved(
-            storage._cdata, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(),
-            tensor.is_conj(), tensor.is_neg(),
+        saved = _Saved(
+            tensor, tensor._version, storage._cdata, tensor.dtype, tensor.storage_offset(), tensor.size(),
+            tensor.stride(), tensor.is_conj(), tensor.is_neg(),
         )  # fmt: skip
+        self._saved.append(saved)
+        return saved
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        if self._hold:
-            return saved
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        if saved.stale or (saved.tensor is not None and saved.tensor._version != saved.version):
+            raise RuntimeError(
+                f"a tensor of shape {list(saved.size)} that the backward needs has been modified in place since it was "
+                f"saved; use the out-of-place form of that operation."
+            )
+        if saved.tensor is not None:  # a backward within the run
+            return saved.tensor
         source = self.sources[self._names[saved.storage]].untyped_storage()
         view = torch.empty(0, dtype=saved.dtype, device=source.device)
         view.set_(source, saved.offset, saved.size, saved.stride)
@@ -124,12 +133,12 @@ class SavedTensors:
         return view.conj() if saved.conj else view
 
 
+def total(kept: Sequence[Kept]) -> int:
+    """Bytes of what is kept."""
+    return sum(each.storage.nbytes() for each in kept)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is laid out row by row and is all there is in its storage."""
     whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     return bool(whole and tensor.is_contiguous())
-
-
-def total(kept: Sequence[Kept]) -> int:
-    """Bytes of what is kept."""
-    return sum(each.storage.nbytes() for each in kept)

@@ -6,7 +6,7 @@ how a unit is run, nor what it keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,12 @@ class Unit:
         return tuple(part.group for part in self.parts)
 
 
-def partition(module: torch.nn.Module, wrap: Wrap) -> list[Unit]:
+def partition(module: torch.nn.Module, wrap: Wrap, whole: Collection[str] = ()) -> list[Unit]:
     """The units of ``module``, in the order in which it lists them.
 
-    The outermost modules that ``wrap`` matches, and of what remains the highest modules that
-    contain none of these. What a module that does contain some holds itself becomes a unit
-    named after it. ValueError if nothing matches, TypeError for something else than a rule.
+    The outermost modules that ``wrap`` matches or whose paths are in ``whole``, and of what
+    remains the highest modules that contain none of these. What a module that does contain some holds itself
+    becomes a unit named after it. ValueError if nothing matches, TypeError for something else than a rule.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"partition(module): a torch.nn.Module is needed; got {module!r}.")
@@ -65,6 +65,7 @@ def partition(module: torch.nn.Module, wrap: Wrap) -> list[Unit]:
             f"partition(wrap): {wrap!r} matches no module of {type(module).__name__}, so there would be no units. "
             f"Pass the class of its repeated blocks; its modules are {', '.join(kinds)}."
         )
+    chosen |= {id(module.get_submodule(path)) for path in whole}
     found = list(_walk(module, "", chosen, set()))
     owned = [(path, each, kind, list(_tensors(each, recurse=kind != "container"))) for path, each, kind in found]
     names = [path or type(module).__name__ for path, *_ in owned]
@@ -73,6 +74,18 @@ def partition(module: torch.nn.Module, wrap: Wrap) -> list[Unit]:
         Unit(name, path, kind == "matched", kind == "container", parts[index])
         for index, (name, (path, _, kind, _)) in enumerate(zip(names, owned, strict=True))
     ]
+
+
+def blocks(module: torch.nn.Module) -> tuple[type[torch.nn.Module], ...]:
+    """The rule where none is given, as classes: what its makers say must not be split; or what stands in a
+    ModuleList; or the module's own parts."""
+    names = {name for each in module.modules() for name in getattr(each, "_no_split_modules", None) or ()}
+    kinds = {type(each) for each in module.modules() if type(each).__name__ in names}
+    if kinds:
+        return tuple(sorted(kinds, key=lambda kind: kind.__name__))
+    listed = [child for each in module.modules() if isinstance(each, torch.nn.ModuleList) for child in each]
+    parts = [each for each in listed or module.children() if next(each.parameters(), None) is not None]
+    return tuple(dict.fromkeys(type(each) for each in parts)) or (type(module),)
 
 
 def numpy_dtype(dtype: Any) -> DType:

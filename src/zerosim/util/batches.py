@@ -5,7 +5,7 @@ Owns that layout and the words of its errors. Must not know schemes, models or l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def _listed(entry: Any, count: int, where: str, what: str) -> list[Any]:
 
 
 def _laid_out(pairs: Sequence[Any], weights: Sequence[Any] | None, check: Check) -> MicroBatch:
-    rows = [len(x) for x, _ in pairs]
+    rows = [_rows(x) for x, _ in pairs]
     checked = [check([pair], 1) if count else None for pair, count in zip(pairs, rows, strict=True)]
     like: Sequence[Array] = next((each for each in checked if each is not None), ())
     if not like:  # nobody has a row in this one
@@ -59,6 +59,12 @@ def _laid_out(pairs: Sequence[Any], weights: Sequence[Any] | None, check: Check)
     if not (np.isfinite(weighed).all() and (weighed >= 0).all()):
         raise ValueError(f"step(weights): weights are finite and not negative; got {weighed.tolist()}.")
     return MicroBatch(x, y, rows, weighed)
+
+
+def _rows(x: Any) -> int:
+    """The rows of one array, or of the first of several."""
+    first = next(iter(x.values()), ()) if isinstance(x, Mapping) else x[0] if isinstance(x, tuple) else x
+    return len(first)
 
 
 def _size(batch: object) -> object:

@@ -77,6 +77,10 @@ class DryArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError(f"Only arrays of one element convert to a float; got {self!r}.")
         return float("nan")
 
+    def tolist(self) -> Any:
+        """Numbers that are not known, in lists of lists like ``np.ndarray.tolist``'s."""
+        return [each.tolist() for each in self] if self.shape else float("nan")
+
     # -- views
 
     def _viewed(self, shape: Shape, strides: Shape, dtype: Any = None) -> DryArray:

@@ -1,139 +1,67 @@
-"""A model known by its shapes alone: what each unit's forward keeps, gives and costs, and its backward.
+"""A model known by its shapes alone, for the dry world: it holds what a real one would, and when.
 
-Owns the record of such a model (``ModelShapes``, plain data: measured from a module, or written
-by hand) and ``ShapeModel``, which the schedule runs in the dry world. Must not know torch, nor
-how the numbers came about: it holds what the record says, when a real unit would.
+Owns ``ShapeModel``, which the schedule runs. What is held is said by the record, ``ModelShapes``. Must not
+know torch, nor how the record came about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from zerosim.bands import Array, DType
-from zerosim.layers import Checkpointed, Group, Layer, Pass, Role
+from zerosim.layers import Checkpointed, Group, Layer, Pass
 from zerosim.ranks import Workspace
 from zerosim.worlds.dry import DryArray
+from zerosim.worlds.model_shapes import Feed, GroupShapes, ModelShapes, Tensor, UnitShapes
+
+__all__ = ["Feed", "GroupShapes", "ModelShapes", "ShapeModel", "ShapeUnit", "Tensor", "UnitShapes"]
 
 
-class Tensor(msgspec.Struct, frozen=True):
-    """The shape, without the axis of the ranks, and the dtype's name, as NumPy and ml_dtypes have it."""
+class _Outputs(DryArray):
+    """What a unit hands on, to the schedule the first of its arrays."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    __slots__ = ("arrays",)
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-class GroupShapes(msgspec.Struct, frozen=True):
-    """A group of parameters or buffers that share one flat buffer; ``dtype`` is that of buffers."""
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    role: Role = Role.TRAINABLE
-    dtype: str | None = None
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return sum(prod(shape) for shape in self.shapes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a group of buffers; parameters have whichever dtype the precision gives them."""
-        return self.size * np.dtype(self.dtype).itemsize
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        super().__init__((1, 0), np.float32)
+        self.arrays = tuple(arrays)
 
 
-class UnitShapes(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a unit, in the order of the forward pass.
-
-    ``groups`` are indices into the model's. ``outputs`` are what the call returns, ``grads`` the
-    gradients of those that have one, ``feeds`` the earlier units to whose outputs its backward
-    sends gradients: in a plain chain, the one before. ``saved`` is kept from forward to backward
-    besides inputs, outputs and parameters; ``recomputed`` only comes back in the backward, for
-    ``recompute_flops``. Temporaries are bytes beyond all that, at the peak.
-    ``checkpointed`` units keep their input alone and run forward again.
-    """
-
-    name: str
-    groups: tuple[int, ...] = ()
-    saved: tuple[Tensor, ...] = ()
-    recomputed: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
-    grads: tuple[Tensor, ...] = ()
-    feeds: tuple[int, ...] = ()
-    forward_flops: int = 0
-    backward_flops: int = 0
-    recompute_flops: int = 0
-    forward_temporaries: int = 0
-    backward_temporaries: int = 0
-    checkpointed: bool = False
-
-    @property
-    def activation_bytes(self) -> int:
-        """What a rank holds for this unit from its forward to its backward."""
-        return sum(each.nbytes for each in (*self.outputs, *(() if self.checkpointed else self.saved)))
-
-
-class ModelShapes(msgspec.Struct, frozen=True, kw_only=True):
-    """A model: its groups, its units in order, its loss (what that saves, and whom it feeds), and a rank's batch.
-
-    ``inputs`` are the tensors that the module is called with, the first being the batch's x;
-    their first axis is the rows of one micro-batch.
-    """
-
-    groups: tuple[GroupShapes, ...]
-    units: tuple[UnitShapes, ...]
-    loss: UnitShapes
-    inputs: tuple[Tensor, ...]
-    target: Tensor
-
-    @property
-    def n_params(self) -> int:
-        """The logical number of parameters: tied ones once, frozen ones too, buffers left out."""
-        return sum(group.size for group in self.groups if group.role is not Role.BUFFER)
-
-    @property
-    def n_trainable(self) -> int:
-        """The parameters that are trained."""
-        return sum(group.size for group in self.groups if group.role is Role.TRAINABLE)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffers, which every rank holds whole."""
-        return sum(group.nbytes for group in self.groups if group.role is Role.BUFFER)
-
-    @property
-    def activation_bytes(self) -> int:
-        """What all units keep from forward to backward, for one micro-batch of one rank."""
-        return sum(unit.activation_bytes for unit in self.units)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of one forward and backward of one rank, recomputation included."""
-        return sum(
-            unit.forward_flops * (2 if unit.checkpointed else 1) + unit.recompute_flops + unit.backward_flops
-            for unit in (*self.units, self.loss)
-        )
-
-
-class Pending(DryArray):
-    """The gradients that are under way, by the unit to whose outputs they belong: what units hand on in the backward.
+class _Pending(DryArray):
+    """The gradients that are under way, by unit and output: what units hand on in the backward.
 
     To the schedule, which does not look inside, it is an array without elements.
     """
 
     __slots__ = ("grads",)
 
-    def __init__(self, grads: dict[int, list[Array]]) -> None:
+    def __init__(self) -> None:
         super().__init__((1, 0), np.float32)
-        self.grads = grads
+        self.grads: dict[tuple[int, int], Array] = {}
+
+    def put(self, sent: Sequence[Feed], work: Workspace) -> None:
+        """Hold the gradients that a backward sends; a sum goes where the summand was, if it fits there."""
+        for feed in sent:
+            key = feed.unit, feed.output
+            before = self.grads.get(key)
+            if before is None or before.nbytes != feed.grad.nbytes:
+                self.grads[key] = _hold(feed.grad, work)
+                if before is not None:
+                    work.free(before)
+
+
+def _sent(own: UnitShapes, model: ModelShapes) -> list[Feed]:
+    """The gradients that a unit's backward sends, one by one."""
+    found = []
+    for feed in own.feeds:
+        if isinstance(feed, Feed):
+            found.append(feed)
+        else:
+            found += [Feed(feed, number, grad) for number, grad in enumerate(model.units[feed].grads)]
+    return found
 
 
 class ShapeUnit:
@@ -144,43 +72,76 @@ class ShapeUnit:
     """
 
     def __init__(
-        self, index: int, model: ModelShapes, groups: Sequence[Group], *, temporaries: bool, takes: Tensor | None
+        self, index: int, model: ModelShapes, groups: Sequence[Group], *, temporaries: bool, takes: _Batch | None
     ) -> None:
         self.shapes = model.units[index]
         self.name, self.groups = self.shapes.name, tuple(groups)
         self._index, self._temporaries, self._takes = index, temporaries, takes
-        self._feeds = {feed: model.units[feed].grads for feed in self.shapes.feeds}
-        self._more = model.inputs[1:] if index == 0 else ()  # the batch beyond x
+        self._sent = _sent(self.shapes, model)
 
     def forward(self, x: Any, given: Pass) -> tuple[Any, Any]:
-        if self._takes is not None and (x.shape[1:], x.dtype) != (self._takes.shape, np.dtype(self._takes.dtype)):
-            raise ValueError(
-                f"ShapeModel: was measured for micro-batches of {self._takes.dtype}{list(self._takes.shape)}; got "
-                f"{x.dtype}{list(x.shape[1:])}. Pass batch() of as many micro-batches, or measure it for this size."
-            )
+        if self._takes is not None:
+            self._takes.check(x)
         own, work = self.shapes, given.work
-        held = [_hold(each, work) for each in (*self._more, *own.saved)]
-        outputs = [_hold(each, work) for each in own.outputs] or [work.hold(0)]
+        more = () if self._takes is None else self._takes.beside
+        held = [_hold(each, work) for each in (*more, *own.saved)]
+        outputs = _Outputs([_hold(each, work) for each in own.outputs])
         self._scratch(own.forward_temporaries, work)
         work.flops(own.forward_flops)
-        return outputs[0], (held, outputs)
+        return outputs, (held, outputs)
 
     def backward(self, saved: Any, dy: Any, given: Pass) -> Any:
-        own, pending, work = self.shapes, dy.grads, given.work
+        own, work = self.shapes, given.work
         held, outputs = saved
         held = held + [_hold(each, work) for each in own.recomputed]
-        for feed, shapes in self._feeds.items():
-            if feed not in pending:
-                pending[feed] = [_hold(each, work) for each in shapes]
+        dy.put(self._sent, work)
         self._scratch(own.backward_temporaries, work)
         work.flops(own.recompute_flops + own.backward_flops)
-        for array in (*held, *outputs, *pending.pop(self._index, ())):
+        mine = [key for key in dy.grads if key[0] == self._index]
+        for array in (*held, *outputs.arrays, *(dy.grads.pop(key) for key in mine)):
             work.free(array)
-        return dy if given.need_dx else None
+        return dy
 
     def _scratch(self, nbytes: int, work: Workspace) -> None:
         if self._temporaries and nbytes:
             work.free(work.hold(nbytes, dtype=np.dtype(np.uint8)))
+
+
+class _Batch:
+    """One side of a rank's batch: one array, or a record with a field for each of several that have the same rows.
+
+    What has others, a mask for all rows say, is ``beside`` it.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        first = tensors[0].shape[:1]
+        apart = [each for each in tensors if each.shape[:1] != first]
+        rows = [each for each in tensors if each.shape[:1] == first]
+        self.beside = tuple(apart)
+        self.rows, self._rest = (first or (1,))[0], rows[0].shape[1:]
+        self.dtype = np.dtype(rows[0].dtype)
+        if len(rows) > 1:
+            fields = [(str(number), np.dtype(each.dtype), each.shape[1:]) for number, each in enumerate(rows)]
+            self._rest, self.dtype = (), np.dtype(fields)
+
+    def of(self, times: int) -> DryArray:
+        """So many micro-batches of one rank."""
+        return DryArray((self.rows * times, *self._rest), self.dtype)
+
+    def fits(self, given: Any) -> bool:
+        """Whether something is like this but for its rows."""
+        return bool(given.shape[1:] == self._rest and given.dtype == self.dtype)
+
+    def check(self, x: Any) -> None:
+        """Refuse a micro-batch [1, rows, ...] of another size than was measured."""
+        if x.shape[1] != self.rows:
+            raise ValueError(
+                f"ShapeModel: was measured for micro-batches of {self}; got {x.shape[1]} rows. Pass batch() of as many "
+                f"micro-batches, or measure it for this size."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {[self.rows, *self._rest]}"
 
 
 class ShapeModel:
@@ -197,10 +158,11 @@ class ShapeModel:
             Group(each.name, each.shapes, each.role, None if each.dtype is None else np.dtype(each.dtype))
             for each in shapes.groups
         ]
+        self._x, self._target = _Batch(shapes.inputs), _Batch([shapes.target, *shapes.more_targets])
         self.layers: list[Layer] = []
         for index, unit in enumerate(shapes.units):
             own = [groups[number] for number in unit.groups]
-            takes = shapes.inputs[0] if index == 0 else None
+            takes = self._x if index == 0 else None
             layer = ShapeUnit(index, shapes, own, temporaries=temporaries, takes=takes)
             self.layers.append(Checkpointed(layer) if unit.checkpointed else layer)
 
@@ -219,8 +181,7 @@ class ShapeModel:
 
     def batch(self, accumulate: int = 1) -> list[tuple[Any, Any]]:
         """A batch for the one rank that stands for all, of so many micro-batches."""
-        x, target = self.shapes.inputs[0], self.shapes.target
-        return [(_rows(x, accumulate), _rows(target, accumulate))]
+        return [(self._x.of(accumulate), self._target.of(accumulate))]
 
     def check(self, batch: Sequence[tuple[Any, Any]], ranks: int) -> tuple[Any, Any]:
         """The batch of the one rank as x [1, rows, ...] and target [1, rows, ...]; ValueError if it isn't like that."""
@@ -229,12 +190,10 @@ class ShapeModel:
                 f"step(batch): a model of shapes runs where one rank stands for all, on one pair (x, target); got "
                 f"{len(batch)} for {ranks} ranks. Pass ring=DryRing(N) to the Scheme and the model's batch() to step."
             )
-        for what, given, wanted in zip(
-            ("x", "target"), batch[0], (self.shapes.inputs[0], self.shapes.target), strict=True
-        ):
-            if given.shape[1:] != wanted.shape[1:] or given.dtype != np.dtype(wanted.dtype):
+        for what, given, wanted in zip(("x", "target"), batch[0], (self._x, self._target), strict=True):
+            if not wanted.fits(given):
                 raise ValueError(
-                    f"step(batch): {what} must be {wanted.dtype} of shape {list(wanted.shape)}, or more such rows; got "
+                    f"step(batch): {what} must be {wanted}, or more such rows; got "
                     f"{given.dtype} {list(given.shape)}. Pass the model's batch()."
                 )
         x, target = (DryArray((1, *each.shape), each.dtype) for each in batch[0])
@@ -246,23 +205,25 @@ class ShapeModel:
         held = [_hold(each, work) for each in own.saved]
         if self._temporaries and own.forward_temporaries:
             work.free(work.hold(own.forward_temporaries, dtype=np.dtype(np.uint8)))
-        pending = {feed: [_hold(each, work) for each in self.shapes.units[feed].grads] for feed in own.feeds}
+        pending = _Pending()
+        pending.put(_sent(own, self.shapes), work)
         if self._temporaries and own.backward_temporaries:
             work.free(work.hold(own.backward_temporaries, dtype=np.dtype(np.uint8)))
         work.flops(own.forward_flops + own.backward_flops)
         for array in (*held, target):
             work.free(array)
-        return np.full(1, np.nan, np.float32), Pending(pending)
+        return np.full(1, np.nan, np.float32), pending
 
 
 def _check(shapes: ModelShapes) -> None:
     """Refuse a record whose indices do not fit together."""
     ends = (*shapes.units, shapes.loss)
     for index, unit in enumerate(ends):
-        if not all(0 <= feed < index for feed in unit.feeds):
+        fed = [feed.unit if isinstance(feed, Feed) else feed for feed in unit.feeds]
+        if not all(0 <= number < index for number in fed):
             raise ValueError(
-                f"ShapeModel: a unit's gradients go to units before it; {unit.name}, unit {index}, feeds "
-                f"{list(unit.feeds)}. List the units in the order of the forward pass."
+                f"ShapeModel: a unit's gradients go to units before it; {unit.name}, unit {index}, feeds {fed}. List "
+                f"the units in the order of the forward pass."
             )
         if not all(0 <= group < len(shapes.groups) for group in unit.groups):
             raise ValueError(
@@ -278,10 +239,6 @@ def _check(shapes: ModelShapes) -> None:
 
 def _hold(tensor: Tensor, work: Workspace) -> Array:
     return work.hold(*tensor.shape, dtype=np.dtype(tensor.dtype))
-
-
-def _rows(tensor: Tensor, times: int) -> DryArray:
-    return DryArray((tensor.shape[0] * times, *tensor.shape[1:]), tensor.dtype)
 
 
 def _known(dtype: DType | None) -> DType:

@@ -1,0 +1,29 @@
+"""Nested arguments and outputs, and the tensors in them.
+
+Owns how a caller's inputs become arguments. Must not know modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and named arguments that ``inputs`` stands for: a tuple, a mapping, or one alone."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments or outputs, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same tree with ``function`` of each tensor in its place."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
