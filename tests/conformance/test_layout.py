@@ -115,6 +115,16 @@ def test_copies_are_found_by_their_bits() -> None:
     assert matcher.find(np.zeros(5, np.float32)) == []
 
 
+def test_values_that_look_alike_end_no_copy() -> None:
+    """Of an array of parts, the ones and zeros between two parts are of neither; an array that is one part has them."""
+    flat = np.concatenate([np.arange(2, 12), np.ones(6), np.zeros(6), np.arange(20, 30)]).astype(np.float32)
+    matcher = Matcher(flat, np.ones(len(flat), bool))
+    assert matcher.find(np.concatenate([flat[8:12], flat[22:26]])) == [(8, 0, 2), (22, 4, 4)]  # 10, 11, 1, 1, 20, ...
+    assert matcher.find(np.concatenate([flat[5:13], flat[16:18], flat[22:24]])) == [(5, 0, 5), (22, 10, 2)]
+    assert matcher.find(flat[5:20]) == [(5, 0, 15)]
+    assert matcher.find(np.concatenate([flat[18:], np.zeros(3, np.float32)])) == [(18, 0, 14)]
+
+
 def test_memory_in_common_is_found() -> None:
     """A slice of the buffer that parameters are views of belongs to those that it overlaps."""
     flat = torch.arange(16, dtype=torch.float32)

@@ -48,3 +48,12 @@ def test_every_sound_way_passes(ranks: int) -> None:
     assert len([each for each in variants.VARIANTS if "FSDP2" not in each.name and "DDP" not in each.name]) >= 10
     for name, said in verdicts(variants.VARIANTS, ranks).items():
         assert said["findings"] == [], name
+
+
+@pytest.mark.slow
+def test_deepspeed_passes() -> None:
+    """All three stages, where it is installed: a framework is held to the schedule like anybody's own training."""
+    pytest.importorskip("deepspeed")
+    for name, said in verdicts(variants.DEEPSPEED).items():
+        assert said["findings"] == [], name
+        assert any("of parameters" in line for line in said["held"]), name

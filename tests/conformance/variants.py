@@ -231,7 +231,7 @@ def autocast(net: Any, x: Any) -> Any:
 class Flat:
     """All parameters in one buffer, cut evenly, and an optimizer of torch's on this rank's part."""
 
-    def __init__(self, net: nn.Module, make: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, net: nn.Module, make: Callable[[list[Any]], Any], *, view: bool = False) -> None:
         rank, size = world()
         self.params = list(net.parameters())
         total = sum(param.numel() for param in self.params)
@@ -242,7 +242,8 @@ class Flat:
             self.flat[start : start + param.numel()] = param.detach().flatten()
             param.data = self.flat[start : start + param.numel()].view_as(param)
             start += param.numel()
-        self.shard = nn.Parameter(self.flat[rank * chunk : (rank + 1) * chunk].clone())
+        own = self.flat[rank * chunk : (rank + 1) * chunk]
+        self.shard = nn.Parameter(own if view else own.clone())
         self.optimizer = make([self.shard])
 
     def grads(self) -> Any:
@@ -257,9 +258,9 @@ class Flat:
             param.grad = None
 
 
-def flat(make: Callable[[list[Any]], Any], dtype: torch.dtype = torch.float32) -> Any:
+def flat(make: Callable[[list[Any]], Any], dtype: torch.dtype = torch.float32, *, view: bool = False) -> Any:
     def build(net: nn.Module) -> Any:
-        whole = Flat(net, make)
+        whole = Flat(net, make, view=view)
 
         def step(x: Any, y: Any) -> None:
             mean_square(net(x), y).backward()
@@ -457,6 +458,7 @@ VARIANTS = (
     Variant("one flat buffer", ZeRO1, flat(adam())),
     Variant("one flat buffer, ZeRO-2", ZeRO2, flat(adam(foreach=True))),
     Variant("one flat buffer, bfloat16 gradients", ZeRO1, flat(adam(), torch.bfloat16)),
+    Variant("one flat buffer, gathered in place", ZeRO1, flat(adam(), view=True)),
     Variant("all-to-all", ZeRO1, by_all_to_all),
     Variant("whole tensors, reduce and broadcast", ZeRO1, whole_tensors),
     Variant("each parameter by itself", ZeRO1, per_parameter),
@@ -484,7 +486,7 @@ DEEPSPEED = tuple(
 
 DAILY = (
     "reductions in hooks", "a ring by hand", "DDP of a transformer", "one flat buffer, bfloat16 gradients",
-    "whole tensors, reduce and broadcast", "each parameter by itself", "bfloat16 with fp32 masters",
+    "one flat buffer, gathered in place", "whole tensors, reduce and broadcast", "each parameter by itself", "bfloat16 with fp32 masters",
     "ZeroRedundancyOptimizer", "FSDP2",
 )  # fmt: skip
 

@@ -127,13 +127,15 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def _note(self, kind: Kind, given: dict[str, Any]) -> None:
         size, group, rank, ranks = _group(given)
         into, out = _tensors(given, _INTO) or _tensors(given, _OUT), _tensors(given, _OUT)
+        # Of whose memory it is: by the whole buffer, as a rank's own part of it may be of another parameter.
+        whole = out if kind is Kind.ALL_GATHER else into if kind is Kind.REDUCE_SCATTER else (*into, *out)
         root = int(given.get("root_rank", given.get("src", 0)))
         asked = Asked(
             kind=kind, elements=_elements(kind, into, out, size),
             dtype=next((str(tensor.dtype).removeprefix("torch.") for tensor in (*into, *out)), ""),
             size=size, group=group, root=ranks[root] if root < len(ranks) else root,
             reduction=_reduction(given.get("reduce_op")),
-            label=next((label for label in map(self._label, (*into, *out)) if label), ""),
+            label=next((label for label in map(self._label, whole) if label), ""),
         )  # fmt: skip
         self._before(asked)
         self.asked.append(asked)

@@ -217,7 +217,11 @@ class Matcher:
         self._bits, self.dtype = bits(flat), flat.dtype
 
     def find(self, given: Array) -> list[tuple[int, int, int]]:
-        """Runs (place in the vector, place in ``given`` [n], length) of which at least one value is unmistakable."""
+        """Runs (place in the vector, place in ``given`` [n], length) that begin and end with an unmistakable value.
+
+        Where ``given`` is one run as a whole, but for zeros behind it, all of it is taken. Where it is several, what
+        lies between two of them may be of either: ones and zeros, as layers begin with, look alike everywhere.
+        """
         if given.dtype != self.dtype or not len(self._values) or not len(given):
             return []
         wanted = bits(given)
@@ -233,6 +237,9 @@ class Matcher:
             while first > done and self._same(place + first - 1, wanted[first - 1]):
                 first -= 1
             last = self._until(int(anchor), place, wanted)
+            if found or first > 0 or (last < len(given) and given[last:].any()):
+                sure = np.flatnonzero(shift[first:last] == place)
+                first, last = first + int(sure[0]), first + int(sure[-1]) + 1
             found.append((place + first, first, last - first))
             done = last
         return found
