@@ -5,6 +5,7 @@ A variant is a function that makes the pieces of a training: what is stepped, ho
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -427,6 +428,8 @@ def deepspeed(stage: int) -> Any:
         import deepspeed  # type: ignore[import-not-found, unused-ignore]
         from deepspeed.accelerator import cpu_accelerator  # type: ignore[import-not-found, unused-ignore]
 
+        rank, size = map(str, world())
+        os.environ.update(LOCAL_RANK=rank, RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT="29400")
         deepspeed.accelerator.set_accelerator(cpu_accelerator.CPU_Accelerator())
         adam = torch.optim.Adam(net.parameters(), lr=LR)
         config = {
@@ -486,8 +489,8 @@ DEEPSPEED = tuple(
 
 DAILY = (
     "reductions in hooks", "a ring by hand", "DDP of a transformer", "one flat buffer, bfloat16 gradients",
-    "one flat buffer, gathered in place", "whole tensors, reduce and broadcast", "each parameter by itself", "bfloat16 with fp32 masters",
-    "ZeroRedundancyOptimizer", "FSDP2",
+    "one flat buffer, gathered in place", "whole tensors, reduce and broadcast", "each parameter by itself",
+    "bfloat16 with fp32 masters", "ZeroRedundancyOptimizer", "FSDP2",
 )  # fmt: skip
 
 

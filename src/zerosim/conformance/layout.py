@@ -228,7 +228,8 @@ class Matcher:
         index = np.minimum(np.searchsorted(self._values, wanted), len(self._values) - 1)
         hit = self._values[index] == wanted
         shift = np.where(hit, self._places[index] - np.arange(len(given)), np.iinfo(np.int64).min)
-        found, done = [], 0
+        found: list[tuple[int, int, int]] = []
+        done = 0
         for anchor in np.flatnonzero(hit):
             if anchor < done:
                 continue
