@@ -30,7 +30,7 @@ def verdicts(some: Sequence[variants.Variant], ranks: int = RANKS) -> dict[str, 
 
     ran = run_ranks(train, ranks, timeout=600, show=False)
     assert ran.holds, "\n".join(ran.errors)
-    lines = [json.loads(line) for line in ran.output.splitlines()]
+    lines = [json.loads(line) for line in ran.output.splitlines() if line.startswith('["')]  # DeepSpeed prints too
     return {name: {"findings": findings, "held": held, "notes": notes} for name, findings, held, notes in lines}
 
 

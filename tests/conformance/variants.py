@@ -425,6 +425,7 @@ def deepspeed(stage: int) -> Any:
     """Its engine, with an optimizer of torch's. It clips to a norm of 1 unless told not to."""
 
     def build(net: nn.Module) -> Any:
+        warnings.simplefilter("ignore")  # of what it imports and calls, for the rest of this process
         import deepspeed  # type: ignore[import-not-found, unused-ignore]
         from deepspeed.accelerator import cpu_accelerator  # type: ignore[import-not-found, unused-ignore]
 
