@@ -151,7 +151,7 @@ class Native(Comm):
     def _held(self, length: int, name: str, band: str, unit: str) -> Iterator[tuple[Array, Array, Traffic]]:
         """n chunks of ``length`` and one, held while a collective runs, and its counter."""
         self.blocks.unit = unit
-        with self.ledger.sending(name, band, unit, self.ring.leaves, self.ring.leaving) as traffic:
+        with self.ledger.sending(name, band, unit, self._leaves, self.ring.leaving) as traffic:
             whole = self.blocks.hold(self.ring.size * length)
             own = self.blocks.hold(length)
             try:
