@@ -282,13 +282,15 @@ def present(names: Sequence[str], console: Console) -> list[str]:
 def main() -> int:
     """Parse, measure, print, record."""
     options, console, errors = arguments(), Console(), Console(stderr=True)
+    if options.groups:
+        if all(os.environ.get(name) == "1" for name in THREADS):
+            return groups(options, console)
+        with on_cpu(options.cpu):  # NumPy has made its threads by now
+            return subprocess.call([sys.executable, *sys.argv], env=os.environ | dict.fromkeys(THREADS, "1"))
     os.environ.update(dict.fromkeys(THREADS, "1"))
     if options.profile:
         profile(options)
         return 0
-    if options.groups:
-        with on_cpu(options.cpu):
-            return groups(options, console)
     options.rivals = present(options.rivals, errors)
     before, slower = recorded() if options.against else {}, False
     for part in options.parts:
