@@ -170,7 +170,8 @@ class Comm:
                     for rows, mine in pieces:
                         np.add(arrived[rows], mine, out=total[rows])
                     block, spare = spare, block
-            total, factor = block if self.wire == FP32 else block.astype(FP32), np.float32(scale)
+            total = block if self.wire == FP32 else block.astype(FP32)
+            factor = np.float32(scale)
             if out.dtype == FP32:
                 np.multiply(total.reshape(out.shape), factor, out=out)
             else:

@@ -127,7 +127,7 @@ class LocalRing(Ring):
             yield from (self.chunks(buffer, hop) for hop in range(1, n + 1))
             return
         if ahead == 0 and shape[0] * shape[1] <= 2 * _REGISTER:
-            ahead = 1
+            ahead = 1  # a copy and one cast still take less than several casts in strides
         if ahead == 0:  # so long that each is cast from where it lies
             cast = np.empty_like(buffer, wire, shape=shape)
             for hop in range(1, n + 1):
