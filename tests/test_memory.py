@@ -23,12 +23,9 @@ LAYERS = sizes(SMALL)
 class Witness(LocalRing):
     """A local ring that has every rank recounted at each hop."""
 
-    def __init__(self, look: Callable[[], None], size: int, ranks: int | None = None, **more: Any) -> None:
-        super().__init__(size, ranks, **more)
+    def __init__(self, look: Callable[[], None], size: int) -> None:
+        super().__init__(size)
         self.look = look
-
-    def beside(self, size: int, ranks: int | None = None, **more: Any) -> LocalRing:
-        return Witness(self.look, size, ranks, **more)
 
     def shift(self, block: Array, spare: Array) -> Array:
         self.look()

@@ -273,9 +273,6 @@ def test_padding_is_never_read(stage: Stage, precision: str, ranks: int) -> None
 class DirtyRing(LocalRing):
     """The local ring with memory as one gets it: full of something else, here NaN, or of targets -1."""
 
-    def beside(self, *args: Any, **more: Any) -> LocalRing:
-        return DirtyRing(*args, **more)
-
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         array = super().empty(shape, dtype)
         array.view(np.uint8).fill(0xFF)

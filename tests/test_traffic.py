@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from helpers import Case, each_gather, each_stage, padding_sent, sizes, traffic, trained
+from zerosim.model import MLP
 from zerosim.options import Gather
 from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.stages import HPZ, HSDP
+from zerosim.worlds.local import LocalRing
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -77,3 +80,28 @@ def test_the_wire_decides_what_is_sent(other: dict[str, Any]) -> None:
         assert [traffic(report) for report in trained(Case(ZeRO3, n, **other)).reports] == [
             traffic(report) for report in trained(Case(ZeRO3, n)).reports
         ]
+
+
+class Postman(LocalRing):
+    """A caller's own ring, which counts at its hops what each rank hands over."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.sent = [0]  # in a list: the rings of groups that are made of this one count here too
+
+    def shift(self, block: Any, spare: Any) -> Any:
+        self.sent[0] += block.nbytes // len(block)
+        return super().shift(block, spare)
+
+
+@pytest.mark.parametrize(("stage", "node"), [(DP, None), (ZeRO3, None), (ZeRO3, 2), (HSDP, 2), (HPZ, 2)])
+@pytest.mark.parametrize("kernels", ["numpy", "numba"])
+def test_a_ring_of_ones_own_makes_every_hop(stage: Stage, node: int | None, kernels: str) -> None:
+    """Whatever a ring does at a hop is done at every hop, in the rings within and between nodes as well."""
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    ring, case = Postman(6), Case(stage, 6)
+    scheme = stage(MLP(case.widths), 6, ring=ring, node=node, kernels=kernels)
+    scheme.step(case.batch())
+    assert ring.sent == [scheme.bytes_comm_per_rank()]
+    assert ring.sent[0]

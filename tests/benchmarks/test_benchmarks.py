@@ -16,6 +16,8 @@ from zerosim.kernels import choice
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Stage
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # scripts, each of which finds the others there

@@ -26,6 +26,8 @@ from zerosim.records.files import write_whole
 from zerosim.schemes import DP, Scheme, ZeRO3
 from zerosim.stages import HFSDP, HPZ, HSDP, ROWS, Stage
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 WIDTHS = (5, 7, 3)
 STEP: dict[str, Any] = {
     "clip": 0.7, "loss_scale": LossScale(init=2.0**10), "optimizer": AdamW(schedule=Schedule(3, 9, "cosine")),

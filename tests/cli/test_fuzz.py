@@ -214,7 +214,7 @@ FREE = {
     "ablations.whole_model_gather.zero2_resident", "ablations.whole_model_gather.peak",
     "ablations.whole_model_gather.peak_by_layer", "ablations.narrow_wire.sent", "ablations.narrow_wire.sent_fp32",
     "ablations.narrow_wire.gradient_differing", "ablations.narrow_wire.drift.differing",
-    "ablations.whole_model_bucket.differing",
+    "ablations.whole_model_bucket.differing", "ablations.int8_params.sent", "ablations.int8_params.sent_exact",
 }  # fmt: skip
 NAMES = {*Band, *Phase, *PRECISIONS, "all-reduce", "reduce-scatter", "all-gather"}  # keys that are no fields
 

@@ -19,6 +19,8 @@ from zerosim.records import results
 from zerosim.schemes import Scheme
 from zerosim.stages import DP, Stage, ZeRO1, ZeRO2, ZeRO3
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 SMALL = ["lab", "--ranks", "3", "--steps", "2", "--batch", "2"]
 
 
@@ -248,6 +250,7 @@ def test_rows_are_chosen_and_ones_own_goes_all_the_way(tmp_path: Path) -> None:
 CHOICES = {
     "precision": [name for name, recipe in PRECISIONS.items() if recipe.everywhere],
     "wire": [*WIRES],
+    "wire_params": [*WIRES, "int8"],
     "gather": ["layer", "model"],
     "data": ["noise", "digits"],
 }
@@ -264,8 +267,17 @@ def test_what_the_lab_writes_the_report_reads(tmp_path: Path, option: str, value
     """Whatever is chosen, the file of a lab that succeeds can be made a page of; what cannot be run leaves no file."""
     if value == "digits":
         pytest.importorskip("sklearn")
-    precision = {"fp16": ["--precision", "mixed"], "bf16": ["--precision", "bf16"]} if option == "wire" else {}
-    arguments = [*SMALL, "--ranks", "2", "--steps", "1", f"--{option}", value, *precision.get(value, [])]
+    precision = {"fp16": ["--precision", "mixed"], "bf16": ["--precision", "bf16"]} if "wire" in option else {}
+    arguments = [
+        *SMALL,
+        "--ranks",
+        "2",
+        "--steps",
+        "1",
+        f"--{option.replace('_', '-')}",
+        value,
+        *precision.get(value, []),
+    ]
     with mock.patch.multiple("zerosim.report.plots", figures=lambda _: {}):
         result = run(*arguments, out=tmp_path / "lab")
     assert result.exit_code == 0, result.output

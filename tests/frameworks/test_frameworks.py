@@ -33,6 +33,8 @@ from zerosim.report import frameworks_console
 from zerosim.worlds import gloo
 from zerosim.worlds.gloo import HEADER, Call, Op
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 WIDE, PRIME = [64, 128, 128, 64], [7, 11, 13, 5]
 P = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64
 COUNTERS = 6 * 4  # bytes: Adam keeps a step count in fp32 for each of six tensors

@@ -116,14 +116,9 @@ class World:
 class SanitizerRing(LocalRing):
     """All ranks in one process. A message arrives as a copy, in the spare block, with an eighth of it lost."""
 
-    def __init__(
-        self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None, world: World | None = None
-    ) -> None:
-        super().__init__(size, ranks, step=step, node=node)
-        self.world = world or World()
-
-    def beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> LocalRing:
-        return SanitizerRing(size, ranks, step=step, node=node, world=self.world)
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.world = World()  # one for the rings of groups as well
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         array = super().empty(shape, dtype)

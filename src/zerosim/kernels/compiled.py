@@ -122,7 +122,7 @@ class Compiled:
         from zerosim.kernels import loops
 
         self._module = loops
-        return loops.find(name, [PASSED.get(dtype) for dtype in dtypes])
+        return loops.find(name, tuple(PASSED.get(dtype) for dtype in dtypes))
 
     def _each(self, shape: tuple[int, ...], loop: Callable[..., None], views: list[Array], *more: Any) -> None:
         """Call ``loop`` on views [a, b, n], each thread on some of the longer of the first two axes."""

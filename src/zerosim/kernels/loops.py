@@ -13,7 +13,8 @@ All in one file: numba sees by its time alone whether what it has kept of a loop
 """
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 from typing import Any, no_type_check
 
 import numpy as np
@@ -314,7 +315,8 @@ LOOPS: dict[str, tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]] = {
 }
 
 
-def find(name: str, dtypes: Sequence[Any]) -> Callable[..., None] | None:
+@cache
+def find(name: str, dtypes: tuple[Any, ...]) -> Callable[..., None] | None:
     """The loop of that name for arrays of these dtypes, compiled, or loaded from where it was kept when it was.
 
     None for a dtype that the loops do not know, or that this processor does not convert by itself, and for casts

@@ -8,7 +8,8 @@ contrast with white and with near-black. The tests measure both again.
 
 Model states are cold, from violet to sky; what comes and goes within a step is warm, or grey
 where it does not scale with the parameters. Momentum, which takes the place of Adam's two moments,
-takes the first one's colour. A scheme takes the colour of its place among those that are drawn (``looks.py``); the
+takes the first one's colour. Scalars, what a checkpoint copies and the optimizer's scales came last, to what room
+was left. A scheme takes the colour of its place among those that are drawn (``looks.py``); the
 first four of ``PLACES`` are as far apart as can be, the others as far from these as the limits leave.
 """
 
@@ -29,10 +30,12 @@ BANDS: Mapping[str, str] = {
     Band.UNREDUCED: "#CF5C00",
     Band.PARTIAL: "#DB814E",
     Band.BLOCKS: "#912223",
+    Band.SCALARS: "#878796",
     Band.ACTIVATIONS: "#A79E96",
     Band.BUFFERS: "#B43C00",
+    Band.CHECKPOINT: "#96C387",
     Band.BUCKET: "#9C606C",
-    Band.SCALES: "#1DC4F3",
+    Band.SCALES: "#3C3C96",
 }
 PLACES: Sequence[str] = (
     "#8F8F8F", "#1860F0", "#DE6D12", "#8E4A8A", "#0C9CE4", "#B400C0", "#B43C00", "#787860",

@@ -7,6 +7,7 @@ the schedule.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 
 import numpy as np
@@ -31,8 +32,13 @@ class LocalRing(Ring):
     """
 
     def __init__(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> None:
-        self.size, self.step = size, step
         self.here = type(self).shift is LocalRing.shift  # where a hop does more, every one has to be made by it
+        self._lie(size, ranks, step, node)
+
+    def _lie(self, size: int, ranks: int | None, step: int, node: int | None) -> None:
+        """Where in its ring each rank is, and which of its rows meet which of a block."""
+        self.size, self.step = size, step
+        self.__dict__.pop("_met", None)
         self.ids: Sequence[int] = range(ranks or size)
         every = np.arange(len(self.ids))
         self.members: Sequence[int] = (every // step % size).tolist()
@@ -57,12 +63,15 @@ class LocalRing(Ring):
         ]
 
     def split(self, node: int) -> tuple[Ring, Ring, Ring]:
-        n, make = len(self.ids), self.beside
-        return make(n, node=node), make(node, n, node=node), make(n // node, n, step=node, node=node)
+        n = len(self.ids)
+        whole = self if node == n else self._beside(n, None, 1, node)
+        return whole, self._beside(node, n, 1, node), self._beside(n // node, n, node, node)
 
-    def beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> LocalRing:
-        """Another ring of the same world."""
-        return LocalRing(size, ranks, step=step, node=node)
+    def _beside(self, size: int, ranks: int | None, step: int, node: int) -> LocalRing:
+        """Another ring of the same world: what a caller's own ring does at a hop, it does too."""
+        ring = copy(self)
+        ring._lie(size, ranks, step, node)
+        return ring
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         return np.empty(shape, dtype)

@@ -49,9 +49,6 @@ class CollectiveRing(Ring, Protocol):
 class LocalCollectives(LocalRing):
     """All N ranks in one process, with the results that gloo's collectives have: each sum in the ring's order."""
 
-    def beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int | None = None) -> LocalRing:
-        return LocalCollectives(size, ranks, step=step, node=node)
-
     def all_reduce(self, whole: Shaped[Array, "R L"]) -> None:
         table = self.table(whole)
         for chunk in range(self.size):
