@@ -48,6 +48,7 @@ class Gradients:
         first = self._inner if row.two_axes else self._all  # the ring that runs first has the scale of accumulation
         self._scale = 1 / (first.ring.size * options.accumulate)
         # Backward comes to the layers in reverse, so the first to use a group is the last to write its gradients.
+        self._members = np.asarray(self._inner.ring.members)
         self._completes = {group: layer for layer in reversed(layers) for group in layer.groups}
         self.begin()
 
@@ -134,7 +135,7 @@ class Gradients:
     def _reduce_replicas(self, bucket: Bucket, partial: Shaped[Array, "R G"], label: Mapping[str, Any]) -> None:
         """Average over the replicas, and round to the dtype in which gradients are kept."""
         outer, target = self._outer, self.owned(bucket)
-        where = {"start": np.asarray(self._inner.ring.members) * partial.shape[1], "scale": 1 / outer.ring.size}
+        where = {"start": self._members * partial.shape[1], "scale": 1 / outer.ring.size}
         if self._row.optimizer is Over.ALL:
             outer.reduce_scatter(partial, target, bucket.size, **where, **label)
         else:
