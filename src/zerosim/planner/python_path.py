@@ -36,7 +36,7 @@ KEYS = {
 HINT = "It was called with token numbers [rows, sequence]; if it takes others, return a mapping with inputs."
 
 
-class TorchModelSource:
+class TorchModelSource(ModelSource):
     """A module on the meta device. ``inputs`` and ``target`` are functions of rows and length of a row."""
 
     kind = "Python path"
@@ -54,11 +54,19 @@ class TorchModelSource:
         notes: Sequence[str] = (),
         hint: str = "",
     ) -> None:
-        self.name, self.sequence, self._notes = name, sequence, list(notes)
+        self._name, self._sequence, self._notes = name, sequence, list(notes)
         self._module, self._inputs, self._wrap = module, inputs, wrap
         self._loss, self._target, self._hint = loss, target, hint
         self._sizes: dict[tuple[int | None, str, str], BatchSizes] = {}
         too_large(sum(parameter.numel() for parameter in module.parameters()))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def sequence(self) -> int | None:
+        return self._sequence
 
     def notes_for(self, sequence: int | None) -> list[str]:
         return self._notes

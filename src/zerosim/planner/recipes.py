@@ -22,7 +22,7 @@ from zerosim.optimizer import SGD, Adam
 from zerosim.options import Options
 
 SCALE_BLOCK = 256  # elements that share one fp32 scale in 8-bit Adam (Dettmers et al., arXiv 2110.02861; torchao)
-_ADAM = 13  # operations per element, as Adam's own
+_ADAM, _SGD = 13, 2  # operations per element, as their own; a momentum takes another two
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,15 @@ class Planned(Adam):
         return dict.fromkeys(self.states, np.dtype(np.uint8)) if self.eight_bit else {}
 
 
+@dataclass(frozen=True)
+class PlannedSGD(SGD):
+    """SGD on parameters of any dtype, of which only what it keeps is known."""
+
+    def update(self, params: Any, grads: Any, momentum: Any = None, *, flops: Callable[[int], None], **_: Any) -> None:  # type: ignore[override]
+        """Book the operations."""
+        flops((_SGD if momentum is None else 2 * _SGD) * params.shape[1])
+
+
 OPTIMIZERS: Mapping[str, Adam | SGD] = {
     "adam": Adam(),
     "adamw": Adam(),  # weight decay keeps nothing
@@ -102,7 +111,9 @@ def options(base: Options, name: str, optimizer: str) -> Options:
     }
     if name in PRECISIONS and not isinstance(chosen, Planned):
         return Options(**values, precision=name, optimizer=chosen)
-    if not isinstance(chosen, SGD):
+    if isinstance(chosen, SGD):
+        chosen = PlannedSGD(momentum=chosen.momentum)
+    else:
         chosen = Planned(eight_bit=isinstance(chosen, Planned) and chosen.eight_bit)
     stands_for = name if name in PRECISIONS else "bf16" if RECIPES[name].working == BF16 else "fp32"
     return PlannedOptions(**values, precision=stands_for, optimizer=chosen, planned=name)
