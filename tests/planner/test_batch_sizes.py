@@ -42,7 +42,12 @@ def test_a_size_that_is_tried_is_on_the_line_between_those_that_were_measured() 
 
 
 def test_where_there_is_no_line_each_size_is_measured() -> None:
-    """Numbers that bend within the range, or a size that cannot be measured at all."""
+    """Numbers that bend within the range, or a size that cannot be measured at all. Of the smallest, which most
+    searches end among, each is measured with the first, so that a second question finds them kept."""
+    measured: list[int] = []
+    low = BatchSizes(lambda rows: measured.append(rows) or shapes(rows, bent=3))  # type: ignore[func-returns-value]
+    assert low.tried(5) == shapes(5, bent=3)
+    assert sorted(measured) == [*range(1, 8), 8]
     bent = BatchSizes(lambda rows: shapes(rows, bent=100))
     for rows in (37, 90, 99, 101, 300, 1000):
         assert bent.tried(rows) == shapes(rows, bent=100)

@@ -70,7 +70,7 @@ class Planned(Adam):
 class PlannedSGD(SGD):
     """SGD on parameters of any dtype, of which only what it keeps is known."""
 
-    def update(self, params: Any, grads: Any, momentum: Any = None, *, flops: Callable[[int], None], **_: Any) -> None:  # type: ignore[override]
+    def update(self, params: Any, grads: Any, momentum: Any = None, *, flops: Callable[[int], None], **_: Any) -> None:
         """Book the operations."""
         flops((_SGD if momentum is None else 2 * _SGD) * params.shape[1])
 
