@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from zerosim.layers import Role
 from zerosim.worlds.shapes import ModelShapes, Tensor, UnitShapes
 
 MOST_ROWS = 65_536  # the largest micro-batch that is searched for
@@ -102,11 +101,11 @@ def _line(low: Any, high: Any, part: int, whole: int) -> Any:
 def compact(shapes: ModelShapes, *, copies: bool = False) -> ModelShapes:
     """The same model with what a unit saves as one piece of memory: as many bytes, in fewer allocations.
 
-    ``copies``: each unit also saves a 16-bit copy of the parameters that it reads.
+    ``copies``: each unit also saves a 16-bit copy of the parameters that it reads, if they have no dtype of their own.
     """
     units = []
     for unit in shapes.units:
-        read = sum(shapes.groups[group].size for group in unit.groups if shapes.groups[group].role is not Role.BUFFER)
+        read = sum(shapes.groups[group].size for group in unit.groups if shapes.groups[group].dtype is None)
         more = (Tensor((read,), "bfloat16"),) if copies and read and unit.outputs else ()
         units.append(_compact(unit, more))
     return msgspec.structs.replace(shapes, units=tuple(units), loss=_compact(shapes.loss))

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from zerosim.layers import Role
-from zerosim.planner import config_file, hf_inputs, hf_models, lora
+from zerosim.planner import config_file, frozen, hf_inputs, hf_models, lora
 from zerosim.planner.config_facts import Facts
 from zerosim.planner.model_source import Inputs
 from zerosim.records.plan import Finetuning
 from zerosim.torch_models.profile import measure
-from zerosim.torch_models.units import Wrap
+from zerosim.torch_models.units import Wrap, partition
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, Tensor, UnitShapes
 
 PROBE = 16  # tokens of the row with which ways to run a model are tried
@@ -54,11 +54,16 @@ class ConfigModel:
     ) -> ModelShapes:
         """What a micro-batch of so many rows keeps, gives and costs. ValueError, in words, if it can't be run."""
         if self._error is not None:
-            return _states_alone(self._way, rows)
-        try:
-            return self._measured(self._way, rows, sequence, checkpoint, compute, loss, kv)
-        except Exception as error:  # it is the model's own code that runs, and its errors are of any kind
-            raise self._failed(error, compute) from error
+            found = _states_alone(self._way, rows)
+        else:
+            try:
+                found = self._measured(self._way, rows, sequence, checkpoint, compute, loss, kv)
+            except Exception as error:  # it is the model's own code that runs, and its errors are of any kind
+                raise self._failed(error, compute) from error
+        if (kind := self._finetuning.frozen_dtype) is None:
+            return found
+        blocks = [unit.name for unit in partition(self._way.module, self._way.wrap) if unit.matched]
+        return frozen.held(found, kind, blocks, 4 if compute == "fp32" else 2)
 
     def _ways(self) -> Iterator[_Way]:
         """Ways to run it, the likeliest first: attention in one kernel and text alone, and then what else there is."""

@@ -86,9 +86,11 @@ OPTIMIZERS: Mapping[str, Adam | SGD] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOptions(Options):
-    """Options of a run on shapes under any of ``RECIPES``, which is named in ``planned``."""
+    """Options of a run on shapes under any of ``RECIPES``, which is named in ``planned``, and if ``in_backward`` with
+    each unit's update as soon as its gradients are there."""
 
     planned: str = ""
+    in_backward: bool = False
 
     @property
     def recipe(self) -> Precision:
@@ -101,22 +103,22 @@ class PlannedOptions(Options):
         return Recipe(row.name, row.working, row.master, row.grads, row.main_grads, held={**own, **held})
 
 
-def options(base: Options, name: str, optimizer: str) -> Options:
+def options(base: Options, name: str, optimizer: str, *, in_backward: bool = False) -> Options:
     """The options with that recipe and optimizer: plain ones where the simulator has both, else planned ones."""
     chosen = OPTIMIZERS[optimizer]
     values = {
         each: getattr(base, each)
         for each in base.__dataclass_fields__
-        if each not in ("precision", "optimizer", "planned")
+        if each not in ("precision", "optimizer", "planned", "in_backward")
     }
-    if name in PRECISIONS and not isinstance(chosen, Planned):
+    if name in PRECISIONS and not isinstance(chosen, Planned) and not in_backward:
         return Options(**values, precision=name, optimizer=chosen)
     if isinstance(chosen, SGD):
         chosen = PlannedSGD(momentum=chosen.momentum)
     else:
         chosen = Planned(eight_bit=isinstance(chosen, Planned) and chosen.eight_bit)
     stands_for = name if name in PRECISIONS else "bf16" if RECIPES[name].working == BF16 else "fp32"
-    return PlannedOptions(**values, precision=stands_for, optimizer=chosen, planned=name)
+    return PlannedOptions(**values, precision=stands_for, optimizer=chosen, planned=name, in_backward=in_backward)
 
 
 def scales(optimizer: str, elements: int) -> int:

@@ -32,17 +32,23 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class GroupShapes(msgspec.Struct, frozen=True):
-    """A group of parameters or buffers that share one flat buffer; ``dtype`` is that of buffers."""
+    """A group of parameters or buffers that share one flat buffer; ``dtype`` and ``stands_for`` as ``Group`` has it."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     role: Role = Role.TRAINABLE
     dtype: str | None = None
+    stands_for: int | None = None
 
     @property
     def size(self) -> int:
         """The number of elements."""
         return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def params(self) -> int:
+        """How many parameters, or numbers of buffers, it has."""
+        return self.size if self.stands_for is None else self.stands_for
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +103,7 @@ class ModelShapes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def n_params(self) -> int:
         """The logical number of parameters: tied ones once, frozen ones too, buffers left out."""
-        return sum(group.size for group in self.groups if group.role is not Role.BUFFER)
+        return sum(group.params for group in self.groups if group.role is not Role.BUFFER)
 
     @property
     def n_trainable(self) -> int:
@@ -194,8 +200,7 @@ class ShapeModel:
         self.shapes, self._temporaries = shapes, temporaries
         _check(shapes)
         groups = [
-            Group(each.name, each.shapes, each.role, None if each.dtype is None else np.dtype(each.dtype))
-            for each in shapes.groups
+            Group(each.name, each.shapes, each.role, _dtype(each.dtype), each.stands_for) for each in shapes.groups
         ]
         self.layers: list[Layer] = []
         for index, unit in enumerate(shapes.units):
@@ -210,8 +215,8 @@ class ShapeModel:
         return self.shapes.n_params
 
     def initial(self) -> Any:
-        """The initial parameters [n_params], fp32, without values."""
-        return DryArray((self.n_params,), np.float32)
+        """The initial parameters, as many as all groups have elements, fp32, without values."""
+        return DryArray((sum(group.size for group in self.shapes.groups if group.role is not Role.BUFFER),), np.float32)
 
     def buffer(self, group: Group) -> Any:
         """A group of buffers [its size], without values."""
@@ -282,6 +287,10 @@ def _hold(tensor: Tensor, work: Workspace) -> Array:
 
 def _rows(tensor: Tensor, times: int) -> DryArray:
     return DryArray((tensor.shape[0] * times, *tensor.shape[1:]), tensor.dtype)
+
+
+def _dtype(name: str | None) -> DType | None:
+    return None if name is None else np.dtype(name)
 
 
 def _known(dtype: DType | None) -> DType:
