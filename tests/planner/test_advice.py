@@ -68,7 +68,7 @@ ADVICE = [
      "gpt2.json --frozen-dtype nf4 --lora r=8,targets=all-linear"),
     ("advised_factories:linear --frozen-dtype bf16", r"plan\(frozen_dtype\): .*or leave --frozen-dtype out",
      "advised_factories:linear"),
-    ("advised_factories:without_inputs", r"if it takes others, return a mapping with inputs", "advised_factories:linear"),
+    ("advised_factories:without_inputs", r"others, return a mapping with inputs", "advised_factories:linear"),
     ("advised_factories:nope", r"plan\(MODEL\): .*a function in it that returns a model", "advised_factories:linear"),
     ("gpt3.json", r"plan\(MODEL\): .*Is .*'gpt2'.* meant", "gpt2.json"),
     ("heads.json", r"plan\(MODEL\): .*Correct", "gpt2.json"),
