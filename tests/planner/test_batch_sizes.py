@@ -16,6 +16,8 @@ from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.config_source import ConfigSource
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, Tensor, UnitShapes
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -93,7 +95,7 @@ def test_calls_that_are_alike_measure_what_each_of_them_does(name: str, monkeypa
         return model.measure(rows, 16, checkpoint, "bf16", "fp32", "grouped")
 
     some = {checkpoint: measured(1, checkpoint) for checkpoint in ("none", "selective")}
-    assert BatchSizes(measured).tried(3) == measured(3)
+    assert BatchSizes(measured).tried(9) == measured(9)
     monkeypatch.setattr(Alike, "key", lambda self, module, args, kwargs: object())
     assert {checkpoint: measured(1, checkpoint) for checkpoint in some} == some
 

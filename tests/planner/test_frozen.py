@@ -18,6 +18,8 @@ from zerosim.schemes import SCHEMES, ZeRO3
 from zerosim.worlds.dry import DryRing
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, ShapeModel, Tensor, UnitShapes
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 MATRICES, VECTOR, EMBEDDING, ADAPTER = ((11, 13), (7, 64)), (13,), (101, 3), (13, 2)
 PACKED = sum(map(prod, MATRICES))
 N = 3
