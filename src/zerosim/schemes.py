@@ -247,7 +247,13 @@ class Scheme:
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx
-            self._gradients.written(layer, last=last)
+            reduced = self._gradients.written(layer, last=last)
+            if self.options.in_backward:
+                with self.ledger.during(Phase.OPTIMIZER):
+                    self._update.apply(None, step=self.updates + 1, rate=self._rate(), buckets=reduced)
+                    for bucket in reduced:
+                        self._parameters.update(bucket)
+                        self._gradients.drop(bucket)
 
     def _apply(self, report: Report) -> None:
         """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
@@ -264,6 +270,8 @@ class Scheme:
                         report.skipped = True
                         return
             self.updates += 1
+            if self.options.in_backward:  # all has been done
+                return
             self._update.apply(factor, step=self.updates, rate=self._rate())
             for bucket in self.buckets:
                 if bucket.trainable:

@@ -37,9 +37,12 @@ class Update:
         self._parameters, self._gradients = parameters, gradients
         self._ranks, self._ledger = ranks, ranks.ledger
 
-    def apply(self, factor: Shaped[Array, "R 1"] | None, *, step: int, rate: float) -> None:
-        """Update what each rank owns, with gradients read times ``factor`` and learning rates times ``rate``."""
-        for bucket in self._buckets:
+    def apply(
+        self, factor: Shaped[Array, "R 1"] | None, *, step: int, rate: float, buckets: Sequence[Bucket] | None = None
+    ) -> None:
+        """Update what each rank owns, of all ``buckets`` unless told which, with gradients read times ``factor`` and
+        learning rates times ``rate``."""
+        for bucket in self._buckets if buckets is None else buckets:
             owned = [self._parameters.owned(bucket), self._gradients.owned(bucket)]
             shape = max((each.shape for each in owned), key=len)  # pieces of what is whole lie as their ring does
             with self._where_updated(bucket, *(each.reshape(shape) for each in owned)) as (params, grads):
