@@ -249,11 +249,7 @@ class Scheme:
                     dy = dx
             reduced = self._gradients.written(layer, last=last)
             if self.options.in_backward:
-                with self.ledger.during(Phase.OPTIMIZER):
-                    self._update.apply(None, step=self.updates + 1, rate=self._rate(), buckets=reduced)
-                    for bucket in reduced:
-                        self._parameters.update(bucket)
-                        self._gradients.drop(bucket)
+                self._update.at_once(reduced, step=self.updates + 1, rate=self._rate())
 
     def _apply(self, report: Report) -> None:
         """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
