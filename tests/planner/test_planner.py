@@ -184,7 +184,7 @@ def test_where_no_number_of_gpus_helps_the_unit_and_the_card_are_named() -> None
     again = made(model=widths, memory=found.no_fit.peak.total, gpus=[5], rows=[DP, ZeRO3])
     assert again.no_fit is None
     assert [each.ranks is not None for each in again.smallest] == [False, True]
-    text = " ".join(verdict.lines(found))
+    text = " ".join(verdict.answers(found))
     assert f"{found.no_fit.peak.total:,} bytes" in text
     assert "layer 3 alone" in text
 
@@ -202,7 +202,7 @@ def test_a_higher_stage_that_takes_more_is_pointed_out_with_its_cause() -> None:
         bucket,
     )
     assert rest.more == bucket - grads
-    assert any("the cause is gradient bucket" in line for line in verdict.lines(found))
+    assert any("the cause is gradient bucket" in line for line in verdict.reasons(found))
 
 
 def test_where_no_band_is_the_whole_cause_none_is_called_so() -> None:
@@ -210,7 +210,7 @@ def test_where_no_band_is_the_whole_cause_none_is_called_so() -> None:
     found = made(model="8,16,8", asked=[64], gpus=[8, 64], rows=[DP])
     [odd] = found.surprises
     assert odd.band_more < odd.more
-    assert any("what grew most is master" in line for line in verdict.lines(found))
+    assert any("what grew most is master" in line for line in verdict.reasons(found))
 
 
 def test_the_smallest_card_is_that_of_the_stage_that_needs_least() -> None:

@@ -66,13 +66,13 @@ class Planned:
         return self.record.first_fit(min(self.record.question.asked))
 
     def table(self) -> Shown:
-        """Everything that the command prints, as text, or as HTML in a notebook."""
+        """Everything that the command prints with ``-v``, as text, or as HTML in a notebook."""
         from rich.console import Console
 
         from zerosim.report import plan_console
 
         console = Console(file=io.StringIO(), highlight=False, width=plan_console.WIDTH)
-        plan_console.show(self.record, console, estimates=self.record.question.convention != "zero")
+        plan_console.show(self.record, console, verbose=True, estimates=self.record.question.convention != "zero")
         assert isinstance(console.file, io.StringIO)
         lines = (line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
         return Shown(in_python("\n".join(lines)))

@@ -179,8 +179,13 @@ class Rate(click.ParamType[int]):
     "--chart", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
     help="Draw the peaks by band to FILE: .png, .svg or .html.",
 )  # fmt: skip
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also by band and collective, what is at the peak, and the least time."
+)
 @click.pass_context
-def plan(context: click.Context, /, model: str, json_to: str | None, chart: Path | None, **options: Any) -> None:
+def plan(
+    context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, **options: Any
+) -> None:  # fmt: skip
     """Say what training MODEL takes on N GPUs, before they are rented.
 
     MODEL is a list of layer sizes (4096,16384,4096); a Hugging Face config.json or its folder, or a
@@ -208,7 +213,7 @@ def plan(context: click.Context, /, model: str, json_to: str | None, chart: Path
         else:
             from zerosim.report import plan_console as console
 
-            console.show(found, estimates=convention is not None)
+            console.show(found, verbose=verbose, estimates=convention is not None)
             for path in targets:
                 click.echo(f"written to {path}")
 

@@ -63,11 +63,11 @@ class LocalRing(Ring):
         ]
 
     def split(self, node: int) -> tuple[Ring, Ring, Ring]:
-        n = len(self.ids)
-        whole = self if node == n else self._beside(n, None, 1, node)
-        return whole, self._beside(node, n, 1, node), self._beside(n // node, n, node, node)
+        n, make = len(self.ids), self._beside
+        whole = self if node == n else make(n, node=node)
+        return whole, make(node, n, node=node), make(n // node, n, step=node, node=node)
 
-    def _beside(self, size: int, ranks: int | None, step: int, node: int) -> LocalRing:
+    def _beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int) -> LocalRing:
         """Another ring of the same world: what a caller's own ring does at a hop, it does too."""
         ring = copy(self)
         ring._lie(size, ranks, step, node)
