@@ -24,6 +24,7 @@ import torch.autograd.profiler as autograd
 from torch.distributed.tensor import DTensor
 
 from zerosim.bands import BF16, Array
+from zerosim.frameworks import rings
 from zerosim.frameworks.observation import SETTLED, Observation, StepGradients
 from zerosim.frameworks.profiler_log import MARK, STEP, UPDATE, Log, Storages
 from zerosim.frameworks.training import BUILD, Tensor, Training, loss_of, network, tensors
@@ -77,7 +78,7 @@ def _observe(task: Task, rank: int, fence: Callable[[], None]) -> Observation:
     counted: list[meter.Counters] = []
     walked: list[tuple[dict[str, Storages], dict[str, Storages]]] = []
     # Not torch.profiler's: that loads a compiler, for seconds.
-    with autograd.profile(profile_memory=True, record_shapes=True) as profiler:
+    with rings.marked(), autograd.profile(profile_memory=True, record_shapes=True) as profiler:
         training = BUILD[task.variant.family](task)
         kernel = meter.Kernel()
         for x, y in _rows(task, rank, task.steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from zerosim.bands import WIRES
@@ -25,11 +26,12 @@ from zerosim.records.frameworks import (
 from zerosim.report.tables import number_table, screen
 
 SHOWN_FAILURES = 20
+WIDTH = 110  # for numbers that are whole
 
 
 def show(found: Frameworks, console: Console | None = None) -> None:
     """Print what was found: memory, traffic and bits, what each framework behaves like, and the verdicts."""
-    console = screen(console, width=80)
+    console = screen(console, width=WIDTH)
     run = [row for row in found.rows if not row.skipped]
     console.print(
         f"\n[bold]The frameworks on {found.settings.ranks} real ranks[/], {found.steps} steps, gloo; "
@@ -37,8 +39,7 @@ def show(found: Frameworks, console: Console | None = None) -> None:
     )
     console.print()
     if found.ended:
-        console.print("[bold red]incomplete[/]: ", end="")
-        console.print(found.ended, markup=False)
+        console.print(f"[bold red]incomplete[/]: {escape(found.ended)}")
     for check, claim in CHECKS.items():
         console.print(f"{check} {_verdict(check, found)}: {claim}")
     for failure in found.failures[:SHOWN_FAILURES]:
