@@ -333,14 +333,14 @@ class Scheme:
         if band not in self.states:
             raise ValueError(f"Scheme.flat(band): the states here are {', '.join(self.states)}; got {str(band)!r}.")
         return np.concatenate(
-            [self._whole(bucket, Band(band)) for bucket in self.buckets if Band(band) in bucket.states]
+            [self.whole(bucket, Band(band)) for bucket in self.buckets if Band(band) in bucket.states]
         )
 
     def full_theta(self) -> Float[Array, "P"]:
         """The fp32 parameters, flat, unpadded, a copy: [n_params]. The master weights where there are any."""
         return np.concatenate(
             [
-                self._whole(bucket, Band.MASTER if Band.MASTER in bucket.states else Band.PARAMS).astype(FP32)
+                self.whole(bucket, Band.MASTER if Band.MASTER in bucket.states else Band.PARAMS).astype(FP32)
                 for bucket in self.buckets
                 if Band.PARAMS in bucket.states
             ]
@@ -354,7 +354,7 @@ class Scheme:
         pieces = [self.shard.piece(Band.MASTER, rank, n, node)[0] for rank in self.ring.ids]
         return self._gradients.owned(bucket).reshape(len(pieces), -1), pieces
 
-    def _whole(self, bucket: Bucket, band: Band) -> Shaped[Array, "n"]:
+    def whole(self, bucket: Bucket, band: Band) -> Shaped[Array, "n"]:
         """One state of one bucket, unpadded, put together from the pieces that the ranks own."""
         state, pieces = self.owned_states(bucket, band)
         count = bucket.padded // state.shape[1]

@@ -26,12 +26,6 @@ from zerosim.ledger import Ledger
 CHUNK = 1 << 20  # bytes that are read at a time to see whether a file is the one that was written
 
 
-def names(index: Index, bucket: BucketRecord) -> list[str]:
-    """What each parameter of a layer is called: by its name where the model has one, else by number."""
-    own = ["weight", "bias"] if index.model["kind"] == "MLP" and len(bucket.shapes) == 2 else map(str, range(9**9))
-    return [f"{bucket.name}.{part}" for part, _ in zip(own, bucket.shapes, strict=False)]
-
-
 def consolidate(folder: str | Path, out: str | Path) -> Ledger:
     """Write the fp32 parameters of a checkpoint to one safetensors file, whole or not at all.
 
@@ -46,7 +40,7 @@ def consolidate(folder: str | Path, out: str | Path) -> Ledger:
     layout: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for bucket in _parameters(index):
-        for name, shape in zip(names(index, bucket), bucket.shapes, strict=True):
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             start, end = end, end + 4 * prod(shape)
             layout[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(layout).encode()
