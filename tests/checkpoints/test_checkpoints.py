@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import batches
-from zerosim.bands import PRECISIONS, Band
+from zerosim.bands import NOT_SAVED, PRECISIONS, Band
 from zerosim.checkpoints import files
 from zerosim.checkpoints.consolidate import consolidate
 from zerosim.checkpoints.files import CheckpointError
 from zerosim.checkpoints.load import load
-from zerosim.checkpoints.save import NOT_SAVED, save
+from zerosim.checkpoints.save import save
 from zerosim.cli.main import main
 from zerosim.model import MLP
 from zerosim.optimizer import AdamW, ParamGroup, Schedule

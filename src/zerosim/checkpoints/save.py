@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from zerosim.bands import Array, Band, Place
+from zerosim.bands import NOT_SAVED, Array, Band, Place
 from zerosim.buckets import distinct
 from zerosim.checkpoints import files
 from zerosim.checkpoints.files import BucketRecord, FileRecord, Index
@@ -21,7 +21,6 @@ from zerosim.model import MLP
 from zerosim.options import LossScale, Options
 from zerosim.schemes import Scheme
 
-NOT_SAVED = (Band.GRADS, Band.MAIN_GRADS)
 RUN_ONLY = ("capacity", "host_capacity", "node", "kernels", "threads")  # options that decide no number
 
 
