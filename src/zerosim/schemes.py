@@ -133,9 +133,9 @@ class Scheme:
         self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
         self._update = Update(row, self.buckets, self._parameters, self._gradients, self.ranks, options, ranks)
         self._scalars = comms(FP32)[0]
-        self._agreement: Agreement | None = None
+        self.agreement: Agreement | None = None
         if options.clip is not None or options.loss_scale is not None:
-            self._agreement = Agreement(row, self.buckets, comms(FP32), self._gradients, self.ranks, options)
+            self.agreement = Agreement(row, self.buckets, comms(FP32), self._gradients, self.ranks, options)
 
     @property
     def states(self) -> tuple[Band, ...]:
@@ -254,9 +254,9 @@ class Scheme:
         self.steps += 1
         factor = None
         with self.ledger.during(Phase.HOST_OPTIMIZER if "optimizer" in self.shard.offload else Phase.OPTIMIZER):
-            if self._agreement is not None:
+            if self.agreement is not None:
                 report.scale = 1.0 if self.scaler is None else self.scaler.scale
-                agreed = self._agreement.reach(report.scale)
+                agreed = self.agreement.reach(report.scale)
                 factor, report.norm = agreed.factor, None if agreed.norm is None else float(agreed.norm[0])
                 if self.scaler is not None:
                     self.scaler.update(finite=agreed.finite)
