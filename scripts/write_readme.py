@@ -112,7 +112,10 @@ def names() -> dict[str, Any]:
         "fp16_digits": np.finfo(FP16).nmant + 1,
         "card_bytes": CARD,
         "frame": FRAME,
-        "planted": len(tomllib.loads((ROOT / "tests" / "checks" / "faults.toml").read_text())["fault"]),
+        "planted": sum(
+            len(tomllib.loads((ROOT / "tests" / "checks" / name).read_text())["fault"])
+            for name in ("faults.toml", "faults_axes.toml")
+        ),
         "mutants": mutants(),
         "torchtitan": TORCHTITAN,
         "reserved": f"{float(TORCHTITAN / 2**30)} GiB",

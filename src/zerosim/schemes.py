@@ -188,9 +188,7 @@ class Scheme:
         x, y = self.model.check(batch, ranks)
         arguments.divides("step(batch)", "accumulate", k, x.shape[1])
         rows = x.shape[1] // k
-        return [
-            MicroBatch(x[:, start : start + rows], y[:, start : start + rows]) for start in range(0, k * rows, rows)
-        ]
+        return [MicroBatch(x[:, at : at + rows], y[:, at : at + rows]) for at in range(0, k * rows, rows)]
 
     def _total(self, parts: Sequence[MicroBatch]) -> Array | None:
         """What all ranks' micro-batches weigh together, as each rank here has heard [R]; None where they are even."""
@@ -247,7 +245,9 @@ class Scheme:
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx
-            self._gradients.written(layer, last=last)
+            reduced = self._gradients.written(layer, last=last)
+            if self.options.in_backward:
+                self._update.at_once(reduced, step=self.updates + 1, rate=self._rate())
 
     def _apply(self, report: Report) -> None:
         """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
@@ -264,6 +264,8 @@ class Scheme:
                         report.skipped = True
                         return
             self.updates += 1
+            if self.options.in_backward:  # all has been done
+                return
             self._update.apply(factor, step=self.updates, rate=self._rate())
             for bucket in self.buckets:
                 if bucket.trainable:
@@ -332,9 +334,7 @@ class Scheme:
         """
         if band not in self.states:
             raise ValueError(f"Scheme.flat(band): the states here are {', '.join(self.states)}; got {str(band)!r}.")
-        return np.concatenate(
-            [self.whole(bucket, Band(band)) for bucket in self.buckets if Band(band) in bucket.states]
-        )
+        return np.concatenate([self.whole(each, Band(band)) for each in self.buckets if Band(band) in each.states])
 
     def full_theta(self) -> Float[Array, "P"]:
         """The fp32 parameters, flat, unpadded, a copy: [n_params]. The master weights where there are any."""

