@@ -17,7 +17,7 @@ import numpy as np
 from zerosim import theory
 from zerosim.bands import WIRES, Array
 from zerosim.checks import compare as checks
-from zerosim.frameworks import averages, likeness
+from zerosim.frameworks import agreements, averages, likeness
 from zerosim.frameworks.observation import SETTLED, Observation
 from zerosim.frameworks.variants import DEEPSPEED, Variant
 from zerosim.real_ranks.cases import data, model
@@ -97,6 +97,8 @@ class FrameworkComparison:
             unmeasured={name: why for seen in self._seen for name, why in seen.unmeasured.items()},
             scheme=row.name if row else "",
             departs=departs,
+            norms=agreements.norms(self._settings, self._seen, self._expect),
+            decisions=agreements.decisions(self._settings, self._seen, self._expect),
         )
 
     def _expect(self, check: str, step: int, rank: int, quantity: str, measured: int, expected: int) -> None:

@@ -75,6 +75,8 @@ def _behind(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
     if not verbose:
         yield "[dim]-v: by band and collective, what is at the peak, the least time[/]"
         return
+    for ranks in plan.question.asked:
+        yield from verdict.saved(plan, ranks)
     units = [
         f"{f'{unit.count} × ' if unit.count > 1 else ''}{unit.params:,} ({escape(unit.name)})"
         for unit in model.units

@@ -88,6 +88,28 @@ def reasons(plan: Plan) -> Iterator[str]:
         )
 
 
+def saved(plan: Plan, ranks: int) -> Iterator[str]:
+    """What a checkpoint takes on disk, rows of equal ones together, and what one file of it takes."""
+    question = plan.question
+    by_size: dict[tuple[int, int], list[str]] = {}
+    whole = by_layer = 0
+    for cell in plan.at(ranks):
+        if (written := cell.saved) is not None:
+            by_size.setdefault((written.total, written.rank), []).append(cell.name)
+            whole, by_layer = written.whole, max(by_layer, written.by_layer)
+    if not by_size:
+        return
+    found = [
+        f"{', '.join(names)} {size(question, total)}, of which {size(question, rank)} in the first rank's file"
+        for (total, rank), names in by_size.items()
+    ]
+    yield escape(
+        f"a checkpoint on {ranks:,}: {'; '.join(found)}. One file of the parameters in fp32 has "
+        f"{size(question, whole)}, which is what gathering all of them takes; a layer at a time takes "
+        f"{size(question, by_layer)} at most"
+    )
+
+
 def _no_fit(question: Question, no_fit: NoFit) -> str:
     """Why no number of GPUs helps, and what would."""
     peak = no_fit.peak
