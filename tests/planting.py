@@ -22,7 +22,8 @@ import pytest
 
 from zerosim.kernels.choice import SWITCH
 from zerosim.lab import suite
-from zerosim.records.results import Ablations, Failure
+from zerosim.records.ablations import Ablations
+from zerosim.records.results import Failure
 
 Fault = dict[str, Any]
 Edit = tuple[str, str, str]  # where, old, new

@@ -32,8 +32,8 @@ HOUSE = [
     ],  # the names; what is held and sent
     *["optimizer", "options", "layers", "util/batches", "model"],  # what is trained, and what may be chosen
     *["stages", "buckets", "comm", "gradients", "parameters", "updates", "scaling", "worlds/local", "schemes"],
-    *["theory/", "records/", "worlds/", "checks/", "lab/", "real_ranks/", "frameworks/"],
-    *["torch_models/", "planner/", "checkpoints/", "conformance/", "report/", "api/", "cli/", "__main__"],
+    *["theory/", "records/", "worlds/", "checks/", "checkpoints/", "lab/", "real_ranks/", "frameworks/"],
+    *["torch_models/", "planner/", "conformance/", "report/", "api/", "cli/", "__main__"],
 ]
 CORE = [place for place in HOUSE if "/" not in place and place != "__main__"]
 RUN = {

@@ -45,14 +45,16 @@ class Linear:
             np.add(y[some, rows], bias[:, None, :], out=y[some, rows])
             most = max(most, done // len(weight))
         if self.relu:
-            np.maximum(y, 0, out=y)
+            with _whatever(work.rows):
+                np.maximum(y, 0, out=y)
         work.flops(most)
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Float[Array, "R B O"], given: Pass) -> Float[Array, "R B I"] | None:
         (x, y), (params, work, grads, need_dx) = saved, given[:4]
         if self.relu:
-            np.multiply(dy, y > 0, out=dy)
+            with _whatever(work.rows):
+                np.multiply(dy, y > 0, out=dy)
         work.free(y)
         dx = work.hold(x.shape[1], self.fan_in) if need_dx else None
         most = 0
@@ -97,6 +99,11 @@ class Linear:
         for start in range(0, copies, some):
             stop = min(start + some, copies)
             yield slice(start, stop), slice(None), scratch[: stop - start]
+
+
+def _whatever(rows: Sequence[int] | None) -> np.errstate:
+    """Where ranks have different rows, what lies beyond a rank's own may be anything, and nobody reads it."""
+    return np.errstate(invalid=None if rows is None else "ignore")
 
 
 def _multiply(a: Array, b: Array, out: Array) -> int:

@@ -8,9 +8,10 @@ what an option does: that is for the room that reads it.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import inf
+from math import frexp, inf
 from typing import Any, Literal, TypeVar, get_args
 
 from zerosim.bands import PARAM_WIRES, PRECISIONS, WIRES, Band, Precision
@@ -54,6 +55,12 @@ class LossScale:
             raise ValueError(f"LossScale: init and growth must be above 0 and 1, backoff between them; got {self}.")
         for name in ("interval", "hysteresis"):
             integer("LossScale", name, getattr(self, name))
+
+    @property
+    def note(self) -> str:
+        """What scaling by it costs, if anything: powers of two cost nothing."""
+        rounding = [each for each in (self.init, self.growth, self.backoff) if frexp(each)[0] != 0.5]
+        return f"LossScale: {rounding[0]} is no power of two, so that scaling rounds gradients." if rounding else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +149,8 @@ class Options:
             raise ValueError(f"Scheme(norm_type): 2 or inf; got {self.norm_type!r}.")
         if isinstance(self.loss_scale, int | float):
             object.__setattr__(self, "loss_scale", LossScale(float(self.loss_scale), dynamic=False))
+        if isinstance(self.loss_scale, LossScale) and self.loss_scale.note:
+            warnings.warn(self.loss_scale.note, stacklevel=2)
         if self.sync is not None:
             one_of("Scheme", "sync", self.sync, get_args(Sync))
         if self.wire_params is not None:

@@ -99,17 +99,23 @@ class Agreement:
             everyone = self._exchange(np.empty_like(owned[0], FP32, shape=(rows, self._count(owned) + 1)))
             return Agreed(None, np.empty_like(owned[0], FP32, shape=(rows, 1)), True)
         with np.errstate(all="ignore"):  # a square that overflows is no reason to skip
-            parts = [self._pieces(grads, bucket) for grads, bucket in zip(owned, self._buckets, strict=True)]
-            sums = [self._sums(part * inverse) for part in parts] if self._options.clip else []
-            broken: Array = np.stack([~np.isfinite(part).reshape(rows, -1).all(axis=1) for part in parts])
-            mine = np.concatenate([*sums, np.any(broken, axis=0, keepdims=True).T], axis=1, dtype=FP32)
-            everyone = self._exchange(mine)  # [R, member, the sums of its pieces by bucket and a flag]
+            everyone = self._exchange(self._told(owned, inverse))  # [R, member, its pieces' sums by bucket and a flag]
             finite = not np.any(everyone[..., -1])
             if self._options.clip is None:
                 return Agreed(None, np.full((rows, 1), inverse, FP32), finite)
             norm = self._norm(everyone[..., :-1])
             coefficient = np.minimum(np.float32(self._options.clip) / (norm + np.float32(EPS)), np.float32(1))
         return Agreed(norm, (inverse * coefficient)[:, None], finite)
+
+    def _told(self, owned: Sequence[Array], inverse: np.float32) -> Shaped[Array, "R k"]:
+        """What each rank here has to tell: the sums of its pieces, and whether one of them is not finite."""
+        sums, broken = [], np.zeros((len(self._ranks.ids), 1), FP32)
+        for grads, bucket in zip(owned, self._buckets, strict=True):
+            part = self._pieces(grads, bucket)
+            broken[:, 0] += ~np.isfinite(part).all(axis=(1, 2))
+            if self._options.clip is not None:
+                sums.append(self._sums(part * inverse))
+        return np.concatenate([*sums, np.minimum(broken, 1)], axis=1, dtype=FP32)
 
     def _count(self, owned: Sequence[Array]) -> int:
         """Sums that a rank sends: one for each of the N pieces that it owns."""

@@ -207,7 +207,7 @@ def test_a_file_with_another_value_is_refused_or_read_whole(
 
 # Integers that can be anything: what was asked for and is not in any number measured, and what has no counterpart.
 FREE = {
-    "settings.batch", "settings.seed", "settings.model_seed", "settings.capacity",
+    "settings.batch", "settings.seed", "settings.model_seed", "settings.capacity", "settings.warmup",
     "schemes.steps.traffic.messages", "schemes.out_of_memory.held",
     "schemes.out_of_memory.asked", "schemes.out_of_memory.rank",
     "ablations.whole_model_gather.states", "ablations.whole_model_gather.gathered",

@@ -104,6 +104,15 @@ def test_a_size_without_a_known_unit_is_refused(tmp_path: Path, text: str) -> No
         (["--stage", "3"], "No such option"),
         (["--precision", "fp32", "--wire", "fp16"], "must carry the working copy exactly"),
         (["--ranks", "99999999"], "would take"),
+        (["--clip", "-1"], "the largest norm is a positive, finite number; got -1.0"),
+        (["--clip", "nan"], "the largest norm is a positive, finite number; got nan"),
+        (["--loss-scale", "big"], "neither dynamic nor a positive, finite number"),
+        (["--loss-scale", "0"], "neither dynamic nor a positive, finite number"),
+        (["--weight-decay", "0.1"], "Add --optimizer adamw"),
+        (["--resume-at", "2"], "after step 2 of 2 no step follows"),
+        (["--resume-at", "1:x"], "as in 5 or 5:8"),
+        (["--resume-at", "1:0"], "as in 5 or 5:8"),
+        (["--resume-at", "1:3", "--node", "2", "--ranks", "4", "--scheme", "hsdp"], "cannot be cut into groups of 2"),
     ],
     ids=str,
 )
@@ -201,6 +210,35 @@ def test_the_module_is_the_command() -> None:
     assert done.stdout.startswith("zerosim, version ")
 
 
+# -- a training step as people run it
+
+
+def test_a_step_as_people_run_it_is_checked_and_shown(tmp_path: Path) -> None:
+    """Clipped, scaled, uneven, decayed and resumed on other ranks: all holds, and what was agreed on is shown."""
+    asked = ["--clip", "0.5", "--loss-scale", "65536", "--uneven", "--optimizer", "adamw", "--resume-at", "1:2"]
+    result = run(*SMALL, *asked, out=tmp_path)
+    assert result.exit_code == 0, result.output
+    found = results.load(tmp_path / "results.json")
+    steps = found.scheme("ZeRO-3").steps
+    assert [len(step.padding) for step in steps] == [3, 2]
+    assert all(step.norm and step.mean_of_means != step.loss for step in steps)
+    assert "Step by step" in result.output
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    said = "clipped to 0.5, loss scale 65536, uneven batches, AdamW with weight decay 0.01, resumed after step 1"
+    assert said in page
+    assert said.replace(" ", "") in "".join(result.output.split())
+    for step in steps:
+        assert f"{step.norm:.6f}" in page
+        assert f"{step.norm:.6f}" in result.output
+
+
+def test_a_scale_that_rounds_is_noted(tmp_path: Path) -> None:
+    """A loss scale that is no power of two is taken, and said to round."""
+    result = run(*SMALL, "--steps", "1", "--loss-scale", "1000", out=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "note: LossScale: 1000.0 is no power of two, so that scaling rounds gradients." in result.stderr
+
+
 # -- schemes by name
 
 
@@ -253,7 +291,12 @@ CHOICES = {
     "wire_params": [*WIRES, "int8"],
     "gather": ["layer", "model"],
     "data": ["noise", "digits"],
+    "optimizer": ["adam", "adamw"],
 }
+# Options without choices of what a training step is; a flag has no value.
+STEP: dict[str, list[str]] = {
+    "clip": ["0.5"], "loss_scale": ["1024", "dynamic"], "uneven": [""], "warmup": ["3"], "resume_at": ["1", "1:3"],
+}  # fmt: skip
 
 
 def test_the_choices_are_those_of_the_command() -> None:
@@ -262,7 +305,9 @@ def test_the_choices_are_those_of_the_command() -> None:
     assert {name: list(kind.choices) for name, kind in params.items() if isinstance(kind, click.Choice)} == CHOICES
 
 
-@pytest.mark.parametrize(("option", "value"), [(option, value) for option in CHOICES for value in CHOICES[option]])
+@pytest.mark.parametrize(
+    ("option", "value"), [(option, value) for table in (CHOICES, STEP) for option in table for value in table[option]]
+)
 def test_what_the_lab_writes_the_report_reads(tmp_path: Path, option: str, value: str) -> None:
     """Whatever is chosen, the file of a lab that succeeds can be made a page of; what cannot be run leaves no file."""
     if value == "digits":
@@ -273,9 +318,9 @@ def test_what_the_lab_writes_the_report_reads(tmp_path: Path, option: str, value
         "--ranks",
         "2",
         "--steps",
-        "1",
+        "2" if option == "resume_at" else "1",
         f"--{option.replace('_', '-')}",
-        value,
+        *filter(None, [value]),
         *precision.get(value, []),
     ]
     with mock.patch.multiple("zerosim.report.plots", figures=lambda _: {}):

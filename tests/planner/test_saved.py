@@ -57,7 +57,7 @@ def test_the_plan_says_it_in_words() -> None:
 
     asked = question.check(Question(model="1000,2000", asked=[4], gpus=[4], rows=[DP, ZeRO1, ZeRO3]))
     found = plan.make(models.read(asked.model), asked, lambda doing: None)
-    [line] = [line for line in verdict.lines(found) if line.startswith("a checkpoint on 4")]
+    [line] = [line for line in verdict.saved(found, 4) if line.startswith("a checkpoint on 4")]
     params = 1000 * 2000 + 2000
     whole = f"{14 * params / 1e6:.1f} MB"
     assert f"data parallel {whole}, of which {whole} in the first rank's file" in line

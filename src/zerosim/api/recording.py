@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from zerosim.counts import Report
-from zerosim.lab.experiment import event_records, step_record
+from zerosim.lab.as_records import event_records, step_record
 from zerosim.lab.suite import versions
 from zerosim.model import MLP
 from zerosim.options import Options
 from zerosim.ranks import OutOfMemory
+from zerosim.records.ablations import Ablations
 from zerosim.records.results import (
     OWN,
     SCHEMA,
-    Ablations,
     Difference,
     Failure,
     OutOfMemoryRecord,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerosim.api import recording
-from zerosim.lab.experiment import event_records
+from zerosim.lab.as_records import event_records
 from zerosim.records.files import write_whole
 from zerosim.records.results import EventRecord, SchemeRecord
 from zerosim.util import sizes

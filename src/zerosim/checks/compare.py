@@ -26,7 +26,8 @@ from zerosim.counts import Event, EventKind, Report
 from zerosim.records.results import Check, Difference, Failure, OutOfMemoryRecord
 from zerosim.schemes import Scheme
 
-PLAIN = ", against plain training"
+PLAIN, LOADED = ", against plain training", ", as loaded"
+NORM, SCALE, SKIPPED, UPDATES = "norm of all gradients", "loss scale", "whether the step is skipped", "applied updates"
 RESIDENT, PEAK = "bytes of {} at rest", "bytes of {} at the peak"
 PEAK_WITHOUT = "bytes of {} at the peak without activations"
 RECOUNTED = "bytes of {} counted from the arrays"
@@ -83,19 +84,21 @@ def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) ->
     return Difference(scheme=scheme.name, step=step, differing=differing, largest=largest), failures
 
 
+def _differs(scheme: Scheme, step: int, rank: int, quantity: str, measured: str, expected: str) -> Failure:
+    return Failure(
+        check=Check.SAME_TRAINING, scheme=scheme.name, ranks=scheme.ring.size, step=step, rank=rank,
+        quantity=quantity, measured=measured, expected=expected,
+    )  # fmt: skip
+
+
 def _unlike(scheme: Scheme, step: int, quantity: str, mine: Array, theirs: Array) -> list[Failure]:
     """A failure for each rank that has other bits [R, n], with the first element that differs."""
     unequal = bits(mine) != bits(theirs)
     found = []
     for row in np.flatnonzero(unequal.any(axis=1)).tolist():
         at = int(np.argmax(unequal[row]))
-        found.append(
-            Failure(
-                check=Check.SAME_TRAINING, scheme=scheme.name, ranks=scheme.ring.size, step=step,
-                rank=scheme.ring.ids[row], quantity=quantity.format(at),
-                measured=repr(float(mine[row, at])), expected=repr(float(theirs[row, at])),
-            )
-        )  # fmt: skip
+        values = repr(float(mine[row, at])), repr(float(theirs[row, at]))
+        found.append(_differs(scheme, step, scheme.ring.ids[row], quantity.format(at), *values))
     return found
 
 
@@ -105,11 +108,28 @@ def against_plain(scheme: Scheme, reference: Reference, step: int, how: str = PL
     What all schemes get wrong alike is found here. Of gradients that are reduced but of which more is kept,
     what a rank owns is compared: elsewhere it has its own, not the average.
     """
-    failures = same_losses({"": reference.loss, scheme.name: scheme.reports[-1].loss}, scheme.ring.size, step, how)
-    for band in (band for band in scheme.states if band in reference.states):
+    report = scheme.reports[-1]
+    failures = same_losses({"": reference.loss, scheme.name: report.loss}, scheme.ring.size, step, how)
+    for quantity, mine, expected in (
+        (NORM, report.norm, reference.norm), (SCALE, report.scale, reference.scale_used),
+        (SKIPPED, report.skipped, reference.skipped), (UPDATES, scheme.updates, reference.updates),
+    ):  # fmt: skip
+        if repr(mine) != repr(expected):  # of numbers that are none the sign is no matter
+            failures.append(_differs(scheme, step, -1, f"{quantity}{how}", repr(mine), repr(expected)))
+    return failures + _states_against(scheme, reference, step, scheme.states, how)
+
+
+def as_loaded(scheme: Scheme, reference: Reference, step: int) -> list[Failure]:
+    """The same training, by the states of a run that was saved and loaded: those of plain training, cut anew."""
+    return _states_against(scheme, reference, step, COMPARED, LOADED)
+
+
+def _states_against(scheme: Scheme, reference: Reference, step: int, bands: Sequence[Band], how: str) -> list[Failure]:
+    failures = []
+    for band in (band for band in bands if band in reference.states and band in scheme.states):
         for layer, bucket in enumerate(scheme.buckets):
             mine, pieces = scheme.owned_states(bucket, band)
-            expected = reference.expected(band, layer, pieces, mine.shape[1])
+            expected = reference.expected(band, layer, pieces, mine.shape[1], loaded=how == LOADED)
             failures += _unlike(scheme, step, f"{band} of {bucket.name}, element {{}}{how}", mine, expected)
     return failures
 
@@ -144,13 +164,13 @@ def fits_on_card(scheme: str, ranks: int, shortage: OutOfMemoryRecord | None, pr
 Count = dict[tuple[int, str], int]  # by rank (-1: every rank) and quantity
 
 
-def audit(scheme: Scheme, report: Report, job: theory.Job) -> list[Failure]:
+def audit(scheme: Scheme, report: Report, job: theory.Job, step: int) -> list[Failure]:
     """As predicted, for one step: every number of ``report`` against the closed form, as integers, on every rank."""
     measured = _measured(scheme, report) | {(-1, INSTANTS): _instants(report, job)}
     expected = _predicted(job, tuple(scheme.ring.ids)) | {(-1, STEP): scheme.ledger.steps}
     return [
         Failure(
-            check=Check.AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=report.step, rank=key[0],
+            check=Check.AS_PREDICTED, scheme=scheme.name, ranks=job.ranks, step=step, rank=key[0],
             quantity=key[1], measured=f"{measured.get(key, 0):,}", expected=f"{expected.get(key, 0):,}",
         )
         for key in dict.fromkeys([*expected, *measured])

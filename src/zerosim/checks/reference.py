@@ -52,18 +52,18 @@ class Reference:
     def __init__(
         self, row: Stage, widths: Sequence[int], seed: int, ranks: int, precision: str, wire: str, kept: float = 1,
         node: int | None = None, wire_params: str | None = None, clip: float | None = None, loss_scale: Any = None,
-        uneven: bool = False,
+        uneven: bool = False, weight_decay: float = 0, warmup: int = 0,
     ) -> None:  # fmt: skip
-        self.row, self.ranks, self.kept, self.members = row, ranks, kept, node or ranks
+        self.row, self.ranks, self.kept, self.node, self.members = row, ranks, kept, node, node or ranks
         self.groups = ranks // self.members
         (self.working, self.averaged), self.wire = RECIPES[precision], WIRE[wire]
         self.wire_params: DType | str = "int8" if wire_params == "int8" else WIRE[wire_params or wire]
-        self.clip, self.uneven = clip, uneven
+        self.clip, self.uneven, self.weight_decay, self.warmup = clip, uneven, weight_decay, warmup
         self.scale = None if loss_scale is None else told.ScaleAccount(loss_scale)
         self.norm: float | None = None
         self.skipped = False
-        self.steps = self.updates = 0
-        self.loss = float("nan")
+        self.steps = self.updates = self.resumed = 0
+        self.loss, self.scale_used = float("nan"), 1.0
         self._shapes = list(pairwise(widths))
         rng = np.random.default_rng(seed)
         whole = [self._padded(rng.standard_normal(shape) * np.sqrt(2 / shape[0])) for shape in self._shapes]
@@ -93,18 +93,39 @@ class Reference:
         """How many different copies of a state there are."""
         return 1 if self._alike else self.ranks // self._cut(over)
 
-    def expected(self, band: Band, layer: int, pieces: Sequence[int], length: int) -> Array:
-        """What each rank must have [N, length] of a state of which it has the piece of that number."""
-        state = self.states[band][layer]
+    def expected(self, band: Band, layer: int, pieces: Sequence[int], length: int, *, loaded: bool = False) -> Array:
+        """What each rank must have [N, length] of a state of which it has the piece of that number.
+
+        ``loaded`` says that it is to be as it was when the run was resumed.
+        """
+        state = (self.loaded if loaded else self.states)[band][layer]
         share = self.ranks // len(state)  # how many ranks one copy serves
         return np.stack([state[rank // share][piece * length :][:length] for rank, piece in enumerate(pieces)])
 
     def _padded(self, weight: Array) -> Array:
         """A layer's parameters [1, L]: the weights row by row, zero biases, zero padding."""
-        size = weight.size + weight.shape[1]
-        layer = np.zeros((1, -(-size // self.ranks) * self.ranks), FP32)
-        layer[0, : weight.size] = weight.reshape(-1)
-        return layer
+        flat = np.zeros((1, weight.size + weight.shape[1]), FP32)
+        flat[0, : weight.size] = weight.reshape(-1)
+        return self._cut_anew(flat)
+
+    def _cut_anew(self, flat: Array) -> Array:
+        """Elements [n, P] with zeros up to a multiple of the ranks [n, L]."""
+        return np.pad(flat, ((0, 0), (0, -flat.shape[1] % self.ranks)))
+
+    def resume(self, step: int, ranks: int) -> None:
+        """Go on after so many steps on ``ranks`` ranks, with what the first of those that had it has of each state."""
+        if self.resumed == step:
+            return
+        self.resumed, self.ranks, self.members = step, ranks, self.node or ranks
+        self.groups = ranks // self.members
+        for band, layers in self.states.items():
+            copies = self._copies(self.row.params if band is Band.PARAMS else self.row.optimizer)
+            for layer, (fan_in, fan_out) in enumerate(self._shapes):
+                whole = self._cut_anew(layers[layer][:1, : fan_in * fan_out + fan_out])
+                if band in (Band.GRADS, Band.MAIN_GRADS):  # the next step makes them anew
+                    whole = np.zeros_like(whole)
+                layers[layer] = np.repeat(whole, copies, axis=0)
+        self.loaded = {band: list(layers) for band, layers in self.states.items()}
 
     def reach(self, step: int, batch: Sequence[Pair]) -> None:
         """Take the ``step``-th step, counted from 1, on one (x [B, I], y [B, O]) per rank, unless it is taken."""
@@ -132,7 +153,7 @@ class Reference:
 
     def _apply(self, averages: list[Array], scale: float) -> None:
         """Update, or, where a gradient is not finite and the loss is scaled, leave everything as it was."""
-        self.states[Band.GRADS] = averages
+        self.states[Band.GRADS], self.scale_used = averages, scale
         factors = np.full(self.ranks, FP32.type(1 / scale))  # by rank
         if self.clip is not None:
             norms = self._norms([average.astype(FP32) * factors[0] for average in averages])
@@ -318,10 +339,14 @@ class Reference:
         g = main_grads = average.astype(FP32)
         if self.clip is not None or self.scale is not None:
             g = main_grads * self._factors(factors, *main_grads.shape)
+        lr = LR * (min(1.0, (self.updates - 1) / self.warmup) if self.warmup else 1.0)
+        fan_in, fan_out = self._shapes[layer]
+        weights = np.arange(average.shape[1]) < fan_in * fan_out  # biases and padding do not decay
+        decayed = states[Band.MASTER] * np.where(weights, FP32.type(1 - lr * self.weight_decay), FP32.type(1))
         m = states[Band.EXP_AVG] + (1 - BETA1) * (g - states[Band.EXP_AVG])
         v = BETA2 * states[Band.EXP_AVG_SQ] + (1 - BETA2) * g * g
         denominator = np.sqrt(v) / (1 - BETA2**self.updates) ** 0.5 + EPS
-        main = states[Band.MASTER] + (-LR / (1 - BETA1**self.updates)) * m / denominator
+        main = decayed + (-lr / (1 - BETA1**self.updates)) * m / denominator
         new = {
             Band.PARAMS: self._updated(main.astype(self.working)), Band.GRADS: average, Band.MAIN_GRADS: main_grads,
             Band.MASTER: main, Band.EXP_AVG: m, Band.EXP_AVG_SQ: v,

@@ -16,9 +16,10 @@ and model); nothing of what is checked is replaced.
 
 What it does not see: memory that is gone before an operation is over (a temporary within a
 layer, a collective or Adam: registers, by the rules of the ledger), bookkeeping (one number per
-rank or less, such as losses, and tables of indices), memory that is no NumPy array or in an
-object of another package, and what happens only in other worlds than this one: here a message
-is a copy, so where rows merely change their ranks it is the comparison of bits that must see what is wrong.
+rank or less, such as losses, tables of indices, and the few numbers that ranks tell each other),
+memory that is no NumPy array or in an object of another package, and what happens only in other
+worlds than this one: here a message is a copy, so where rows merely change their ranks it is the
+comparison of bits that must see what is wrong; nor a run that was resumed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from zerosim.checks.compare import RECOUNTED, against_plain
 from zerosim.checks.reference import Pair, Reference
 from zerosim.comm import Comm
 from zerosim.counts import Event, EventKind, Phase
-from zerosim.layers import Layer
+from zerosim.layers import Layer, MicroBatch
 from zerosim.model import MLP
 from zerosim.records.results import Check, Failure, Settings
 from zerosim.schemes import Scheme, Stage
@@ -70,6 +71,7 @@ KEPT = 7 / 8  # exact in every dtype, and a loss that survives rounding to any o
 HOW = ", where messages lose an eighth on the way"
 PASSED = "bytes of {} sent by {}, counted as they pass"
 AT_REST = "at rest"
+TOLD = ("rows", "norm")  # the tags of what is a few numbers for each rank
 OUTSIDE, SHARED = "bytes outside the ledger", "bytes of {} of {} that are also {}"
 
 Pause = Callable[[str], None]
@@ -86,7 +88,8 @@ def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[P
     watch = Watch(scheme, ring.world, model)
     reference = Reference(
         row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT, settings.node,
-        settings.wire_params,
+        settings.wire_params, settings.clip, settings.loss_scale, settings.uneven, settings.weight_decay,
+        settings.warmup,
     )  # fmt: skip
     failures: list[Failure] = []
     for step, batch in enumerate(batches, start=1):
@@ -109,6 +112,7 @@ class World:
         self.handed: list[Array] = []  # every array that the ranks were given
         self.sent = 0  # bytes per rank, of the blocks themselves
         self.passed: Counter[tuple[str, str]] = Counter()  # the same by (collective, band)
+        self.told: Array | None = None  # what each rank tells the others now, a few numbers
         self.one_block = 0  # bytes of blocks that came and went in the same memory
         self.pause: Pause = lambda when: None
 
@@ -149,8 +153,11 @@ class SanitizerComm(Comm):
             super().reduce_scatter(*args, name=name, **options)
 
     def all_gather(self, *args: Any, name: str = "all-gather", **options: Any) -> None:
+        assert isinstance(self.ring, SanitizerRing)
+        self.ring.world.told = args[2] if options["band"] in TOLD else None
         with self._apart(name, **options):
             super().all_gather(*args, name=name, **options)
+        self.ring.world.told = None
 
     @contextmanager
     def _apart(self, name: str, *, band: str, unit: str, **others: object) -> Iterator[None]:
@@ -236,6 +243,10 @@ class Watch:
         self._overlaps(live, when)
         free = [array for array in self._world.handed if id(_owner(array)) not in held]
         given = [array for pair in self._batch for array in pair]
+        given += [] if self._world.told is None else [self._world.told]
+        for values in _variables(sys._getframe(1)):  # a batch whose ranks differ is laid out anew
+            parts = values if isinstance(values, list) else [values]
+            given += [array for part in parts if isinstance(part, MicroBatch) for array in part[:2]]
         known = held | {id(_owner(array)) for array in (*free, *given, *self._model.given)}
         roots = [self._scheme, *_variables(sys._getframe(1))]
         for array in _reachable(roots, through_code=self._last and when == AT_REST):

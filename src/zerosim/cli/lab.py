@@ -7,9 +7,10 @@ Heavy imports wait until it runs.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -18,6 +19,7 @@ from zerosim.cli import options as shared
 from zerosim.cli.errors import errors_for_people, printing, replacing, writable
 from zerosim.cli.report import PAGE, save_pages
 from zerosim.lab.data import DATA
+from zerosim.optimizer import AdamW
 from zerosim.options import Gather
 from zerosim.records.results import Results, Settings, encode, save
 from zerosim.stages import SCHEMES, Stage
@@ -72,9 +74,30 @@ RESULTS = "results.json"
     metavar="SIZE",
     help="What the host has for each rank; without it that has no limit.",
 )
+@click.option("--clip", type=float, default=None, help="The largest norm of all gradients together.")
+@click.option(
+    "--loss-scale", type=shared.Scale(), default=None, help="What the loss is scaled by; dynamic: as GradScaler does."
+)
+@click.option("--uneven", is_flag=True, help="Ranks have up to --batch rows, as the seed draws them, and some none.")
+@click.option(
+    "--optimizer", type=click.Choice(["adam", "adamw"]), default="adam", show_default=True, help="What updates."
+)
+@click.option(
+    "--weight-decay",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=None,
+    help="AdamW's, of what has two dimensions.  [default: 0.01]",
+)
+@click.option("--warmup", type=click.IntRange(min=0), default=0, help="Updates over which the learning rate rises.")
+@click.option(
+    "--resume-at",
+    type=shared.Resume(),
+    default=None,
+    help="After which step the run is saved, loaded, on as many ranks or on RANKS, and goes on.",
+)
 @shared.out("Folder for results.json, the figures, report.html and trace.json.")
 @shared.as_json()
-def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: object) -> None:
+def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: Any) -> None:
     """Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3, or other schemes, side by side and check them.
 
     Same training: after every step all schemes that sum in one order hold the same bits on every rank. As
@@ -89,7 +112,8 @@ def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: object) -> N
 
     rows = rows or SCHEMES
     with errors_for_people():
-        settings = Settings(widths=[64, 128, 128, 64], **options)  # type: ignore[arg-type]
+        settings = Settings(widths=[64, 128, 128, 64], **_named(options))
+        warnings.filterwarnings("ignore", message="LossScale")  # it was said as it was read
         suite.validate(settings, rows)
         writable(out, "lab", RESULTS, *PAGE)
         found = _run(settings, rows)
@@ -103,6 +127,16 @@ def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: object) -> N
         else:
             console.show(found, out)
     sys.exit(1 if found.failures else 0)
+
+
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    """The options by the names that settings have for them."""
+    step, ranks = options.pop("resume_at") or (None, None)
+    decay, adamw = options.pop("weight_decay"), options.pop("optimizer") == "adamw"
+    if decay is not None and not adamw:
+        raise ValueError("lab(weight_decay): Adam here has none; AdamW's is decoupled. Add --optimizer adamw.")
+    decay = (AdamW.weight_decay if decay is None else decay) if adamw else 0.0
+    return options | {"resume_at": step, "resume_ranks": ranks, "weight_decay": decay}
 
 
 def _run(settings: Settings, rows: Sequence[Stage]) -> Results:

@@ -15,7 +15,7 @@ import click
 from zerosim import stages
 from zerosim.bands import PARAM_WIRES, WIRES
 from zerosim.cli.errors import Folder
-from zerosim.options import Gather, Padding, Sync
+from zerosim.options import Gather, LossScale, Padding, Sync
 from zerosim.stages import OFFLOADABLE, Stage
 from zerosim.util import sizes
 
@@ -111,6 +111,41 @@ class Bucket(click.ParamType[str | int]):
         if not str(value).isdecimal() or int(value) < 1:
             self.fail(f"{value!r} is none of {', '.join(get_args(Gather))}, and no number of parameters.", param, ctx)
         return int(value)
+
+
+class Scale(click.ParamType[LossScale]):
+    """A loss scale: a number that stays, or ``dynamic``. One that rounds is taken, with a note."""
+
+    name = "float|dynamic"
+
+    def convert(self, value: str | LossScale, param: click.Parameter | None, ctx: click.Context | None) -> LossScale:
+        if isinstance(value, LossScale):
+            return value
+        if value == "dynamic":
+            return LossScale()
+        try:
+            scale = LossScale(float(value), dynamic=False)
+        except ValueError:
+            self.fail(f"{value!r} is neither dynamic nor a positive, finite number.", param, ctx)
+        if scale.note:
+            click.echo(f"note: {scale.note}", err=True)
+        return scale
+
+
+class Resume(click.ParamType[tuple[int, int | None]]):
+    """After which step a run is resumed, and on how many ranks: ``5``, or ``5:8``."""
+
+    name = "step[:ranks]"
+
+    def convert(
+        self, value: str | tuple[int, int | None], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int | None]:
+        if isinstance(value, tuple):
+            return value
+        step, colon, ranks = value.partition(":")
+        if not all(each.isdecimal() and int(each) for each in (step, *([ranks] if colon else []))):
+            self.fail(f"{value!r} is no step, and no step and ranks, as in 5 or 5:8.", param, ctx)
+        return int(step), int(ranks) if colon else None
 
 
 # -- blocks of options

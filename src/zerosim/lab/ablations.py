@@ -15,7 +15,8 @@ from zerosim.checks.compare import bits
 from zerosim.lab.experiment import batches_of
 from zerosim.model import MLP
 from zerosim.options import Options
-from zerosim.records.results import Drift, Int8Params, NarrowWire, Settings, WholeModelGather
+from zerosim.records.ablations import Drift, Int8Params, NarrowWire, WholeModelGather
+from zerosim.records.results import Settings
 from zerosim.schemes import DP, Stage, ZeRO2, ZeRO3
 
 NARROW = {"mixed": "fp16", "bf16": "bf16"}  # precisions whose gradients and parameters 16 bits carry, and which

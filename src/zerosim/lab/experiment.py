@@ -6,28 +6,30 @@ runs there are, nor the order in which they are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+
+import msgspec
+import numpy as np
 
 from zerosim import theory
 from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
-from zerosim.counts import Peak, Report
+from zerosim.counts import Report
+from zerosim.lab.as_records import event_records, plain, prediction, step_record
 from zerosim.lab.data import Pair, batches
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (
-    EventRecord,
     Failure,
     OutOfMemoryRecord,
-    PeakRecord,
     Prediction,
     SchemeRecord,
     Settings,
     StepRecord,
     SweepRow,
-    TrafficRecord,
 )
 from zerosim.schemes import Scheme, Stage
 
@@ -51,20 +53,37 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
         gather=settings.gather,
         node=settings.node,
         wire_params=settings.wire_params,
+        clip=settings.clip is not None,
+        loss_scale=settings.loss_scale is not None,
+        uneven=settings.uneven,
+        weight_decay=settings.weight_decay > 0,
     )
 
 
-def batches_of(settings: Settings, ranks: int, steps: int) -> Iterator[list[Pair]]:
-    """The batches that so many ranks train on, step by step."""
+def batches_of(settings: Settings, ranks: int, steps: int, *, resumed: bool = False) -> Iterator[list[Pair]]:
+    """The batches that so many ranks train on, step by step; uneven ones have fewer rows, some none, never all.
+
+    ``resumed`` says that after a run is resumed they are those of as many ranks as it has then.
+    """
     widths = settings.widths[0], settings.widths[-1]
-    return batches(settings.data, ranks, steps, settings.batch, widths, settings.seed)
+    widest = max(ranks, settings.resume_ranks or 0) if resumed else ranks
+    rng = np.random.default_rng([settings.seed, ranks])
+    drawn = batches(settings.data, widest, steps, settings.batch, widths, settings.seed)
+    for step, whole in enumerate(drawn, start=1):
+        batch = whole[: settings.ranks_in(step) if resumed else ranks]
+        if settings.uneven:
+            rows = rng.integers(0, settings.batch, size=len(batch), endpoint=True)
+            rows[rng.integers(len(batch))] = settings.batch
+            batch = [(x[:count], y[:count]) for (x, y), count in zip(batch, rows.tolist(), strict=True)]
+        yield batch
 
 
 def plain_training(row: Stage, settings: Settings, ranks: int) -> Reference:
     """What all rows that sum in this one's order, on so many ranks, are held against."""
     return Reference(
         row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node,
-        wire_params=settings.wire_params,
+        wire_params=settings.wire_params, clip=settings.clip, loss_scale=settings.loss_scale, uneven=settings.uneven,
+        weight_decay=settings.weight_decay, warmup=settings.warmup,
     )  # fmt: skip
 
 
@@ -74,12 +93,17 @@ class Run:
     ``plain`` is the training that it is held against; runs in lockstep may share one.
     """
 
-    def __init__(self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None) -> None:
-        self.row = row
-        self._settings = settings
+    def __init__(
+        self, row: Stage, settings: Settings, model: MLP, ranks: int, plain: Reference | None = None, *,
+        resumes: bool = False,
+    ) -> None:  # fmt: skip
+        self.row, self._model = row, model
+        self._settings, self._resumes = settings, resumes
         self.order = settings.order(row, ranks)
         self._plain = plain or plain_training(row, settings, ranks)
-        self.job = job_of(settings, model, row, ranks)
+        self.job = job_of(settings, model, row, ranks)  # of the last step that was begun
+        self._begun: list[theory.Job] = []
+        self._records: list[tuple[StepRecord, theory.Job]] = []
         self.capacity = settings.capacity
         self.out_of_memory: OutOfMemoryRecord | None = None
         self.failures: list[Failure] = []
@@ -110,25 +134,50 @@ class Run:
     def step(self, batch: list[Pair]) -> None:
         if not self.running:
             return
+        step = len(self._begun) + 1
         try:
+            if self._resumes and len(self._begun) == self._settings.resume_at:
+                self._resume(step - 1)
+            self._plain.reach(step, batch)
+            self.job = replace(self.job, rows=max(len(x) for x, _ in batch), skipped=self._plain.skipped)
+            self._begun.append(self.job)
             self.scheme.step(batch)
         except OutOfMemory as error:
-            self._end(error, self._all_reports()[-1].step)
+            self._end(error, step)
         else:
-            step = self.scheme.steps  # of which not all reports need be kept
-            self._plain.reach(step, batch)
             self.failures += compare.against_plain(self.scheme, self._plain, step)
-            self.failures += compare.audit(self.scheme, self.reports[-1], self.job)
+            self.failures += compare.audit(self.scheme, self.reports[-1], self.job, step)
+            self._records.append((step_record(self.reports[-1], step, uneven=self._settings.uneven), self.job))
+
+    def _resume(self, step: int) -> None:
+        """Save the run and go on with what is loaded, which must be what was saved."""
+        from zerosim.checkpoints.load import load
+        from zerosim.checkpoints.save import save
+
+        settings, ranks = self._settings, self._settings.ranks_in(step + 1)
+        self._plain.resume(step, ranks)
+        self.job = replace(self.job, ranks=ranks, skipped=False)
+        with tempfile.TemporaryDirectory() as folder:
+            save(self.scheme, folder)
+            self._begun.append(self.job)  # in case it does not fit
+            self._scheme = load(
+                folder, self.row, ranks, capacity=settings.capacity, host_capacity=settings.host_capacity,
+                node=settings.node,
+            )  # fmt: skip
+            self._begun.pop()
+        self.failures += compare.as_loaded(self.scheme, self._plain, step)
 
     def _end(self, error: OutOfMemory, step: int) -> None:
         self.out_of_memory = OutOfMemoryRecord(
             step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
-            place=error.place, on_card=_plain(error.on_card),
+            place=error.place, on_card=plain(error.on_card),
         )  # fmt: skip
 
     def fits_predicted(self) -> bool:
+        """Whether all steps that were begun fit, of which the first is begun by allocating."""
         card, host = self.capacity, self._settings.host_capacity
-        on_card, on_host = sum(theory.peak(self.job).values()), sum(theory.host_peak(self.job).values())
+        jobs = set(self._begun or [self.job])
+        on_card, on_host = (max(sum(f(job).values()) for job in jobs) for f in (theory.peak, theory.host_peak))
         return (card is None or on_card <= card) and (host is None or on_host <= host)
 
     def finish(self, *, sanitized: bool = True) -> list[Failure]:
@@ -143,25 +192,14 @@ class Run:
 
     def record(self) -> SchemeRecord:
         reports = self._all_reports()
+        predicted: dict[theory.Job, Prediction | None] = {}
+        for _, job in self._records:
+            if job != self.job and job not in predicted:
+                predicted[job] = prediction(job)
         return SchemeRecord(
             row=self.row,
-            prediction=Prediction(
-                resident=_plain(theory.resident(self.job)),
-                peak=_plain(theory.peak(self.job)),
-                peak_without_activations=_plain(theory.peak_without_activations(self.job)),
-                traffic={name: _plain(bands) for name, bands in theory.traffic(self.job).items()},
-                padding=theory.padding(self.job),
-                padding_sent=theory.padding_sent(self.job),
-                flops=theory.flops(self.job),
-                node_outside={
-                    name: _plain({band: sum(ranks[: self.job.group]) for band, ranks in bands.items()})
-                    for name, bands in theory.outside(self.job).items()
-                },
-                host=_plain(theory.host_resident(self.job)),
-                host_peak=_plain(theory.host_peak(self.job)),
-                copies=_by_place(theory.copies(self.job)),
-            ),
-            steps=[step_record(report) for report in self.reports],
+            prediction=prediction(self.job),
+            steps=[msgspec.structs.replace(step, prediction=predicted.get(job)) for step, job in self._records],
             events=event_records(reports[-1]) if reports else [],
             out_of_memory=self.out_of_memory,
         )
@@ -183,61 +221,6 @@ class Run:
             host_peak_predicted=sum(theory.host_peak(self.job).values()),
             fits=self.running,
             fits_predicted=self.fits_predicted(),
-            resident_by_band=_plain(report.resident),
+            resident_by_band=plain(report.resident),
             events=event_records(report),
         )
-
-
-def _plain(counts: Mapping[Any, int]) -> dict[str, int]:
-    """Counts under plain names, those of nothing left out."""
-    return {str(name): count for name, count in counts.items() if count}
-
-
-def _by_place(copies: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    """Copies over the host link, by the place that they go to and band."""
-    places: dict[str, dict[str, int]] = {}
-    for (place, band), nbytes in copies.items():
-        places.setdefault(str(place), {})[str(band)] = nbytes
-    return places
-
-
-def _peak_record(peak: Peak) -> PeakRecord:
-    return PeakRecord(total=peak.total, by_band=_plain(peak.by_band), unit=peak.unit, phase=peak.phase)
-
-
-def event_records(report: Report) -> list[EventRecord]:
-    """The log of a step."""
-    return [
-        EventRecord(**{field: getattr(event, field) for field in EventRecord.__struct_fields__})
-        for event in report.events
-    ]
-
-
-def step_record(report: Report) -> StepRecord:
-    """A step, without its log."""
-    return StepRecord(
-        step=report.step,
-        loss=report.loss,
-        resident=_plain(report.resident),
-        padding=report.padding,
-        peak=_peak_record(report.peak),
-        peak_without_activations=_peak_record(report.peak_without_activations),
-        traffic=[
-            TrafficRecord(
-                collective=collective,
-                band=str(band),
-                sent=traffic.sent.tolist(),
-                received=traffic.received.tolist(),
-                padding=traffic.padding.tolist(),
-                messages=traffic.messages,
-                outside=traffic.outside.tolist(),
-                node_outside=traffic.node_outside,
-            )
-            for (collective, band), traffic in report.traffic.items()
-        ],
-        flops=_plain(report.flops),
-        seconds={str(phase): seconds for phase, seconds in report.seconds.items()},
-        host=_plain(report.host),
-        host_peak=_peak_record(report.host_peak),
-        copies=_by_place(report.copies),
-    )

@@ -45,15 +45,18 @@ class Training(Protocol):
     def record(self) -> SchemeRecord: ...
 
 
-def predicted(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> list[Run]:
-    """A run of each row under all of the lab's checks; those of one order are held to one plain training."""
+def predicted(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int, *, resumes: bool = False) -> list[Run]:
+    """A run of each row under all of the lab's checks; those of one order are held to one plain training.
+
+    ``resumes`` says that they are saved and loaded where the settings say so.
+    """
     plain: dict[tuple[object, ...], Reference] = {}
     runs = []
     for row in rows:
         order = settings.order(row, ranks)
         if order not in plain:
             plain[order] = plain_training(row, settings, ranks)
-        runs.append(Run(row, settings, model, ranks, plain[order]))
+        runs.append(Run(row, settings, model, ranks, plain[order], resumes=resumes))
     return runs
 
 

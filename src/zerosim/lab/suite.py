@@ -10,6 +10,8 @@ import platform
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
+import msgspec
+
 from zerosim import theory
 from zerosim.kernels.choice import choose
 from zerosim.lab import ablations
@@ -17,7 +19,8 @@ from zerosim.lab.data import DATA
 from zerosim.lab.experiment import batches_of, job_of, model_of
 from zerosim.lab.side_by_side import predicted, together
 from zerosim.model import MLP
-from zerosim.records.results import SCHEMA, Ablations, Failure, Results, Settings, SweepRow
+from zerosim.records.ablations import Ablations
+from zerosim.records.results import SCHEMA, Failure, Results, Settings, SweepRow
 from zerosim.schemes import SCHEMES, Stage
 from zerosim.util import arguments
 
@@ -33,9 +36,9 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
     """
     validate(settings, rows)
     model = model_of(settings)
-    runs = predicted(settings, rows, model, settings.ranks)
+    runs = predicted(settings, rows, model, settings.ranks, resumes=True)
     differences, between, failures = together(
-        runs, batches_of(settings, settings.ranks, settings.steps), settings.ranks,
+        runs, batches_of(settings, settings.ranks, settings.steps, resumed=True), settings.ranks,
         lambda step, row: advance(f"step {step} of {settings.steps}: {row.name}"),
     )  # fmt: skip
     sweep, found = _sweep(settings, rows, model, advance)
@@ -66,8 +69,15 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
             f"lab(precision): {settings.precision} exists under ZeRO-3 alone, and the lab compares all four. Use bf16."
         )
     for row in rows:
-        for ranks in sweep_ranks(settings.ranks, settings.node):
+        for ranks in (*sweep_ranks(settings.ranks, settings.node), settings.resume_ranks or settings.ranks):
             row.on(ranks, settings.node)
+    if settings.resume_at is not None and settings.resume_at >= settings.steps:
+        raise ValueError(
+            f"lab(resume_at): after step {settings.resume_at} of {settings.steps} no step follows. Use an earlier one, "
+            f"or more steps."
+        )
+    if settings.resume_ranks and settings.resume_at is None:
+        raise ValueError("lab(resume_ranks): ranks to resume on are of a run that is resumed. Say after which step.")
     arguments.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
     arguments.check_memory(
@@ -117,6 +127,7 @@ def _sweep(
 
 def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     """With one rank there is nothing to see, and fp32 parameters cannot travel in 16 bits."""
+    settings = msgspec.structs.replace(settings, uneven=False)  # of what these rules are worth, that is no part
     several = settings.ranks > 1
     advance("gathering the whole model at once")
     gather = ablations.whole_model_gather(settings, model) if several else None

@@ -30,6 +30,7 @@ from zerosim.records.results import (
 from zerosim.stages import Over
 
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
+_SENT = _BANDS | {"rows", "norm"}  # what ranks tell each other in a few numbers has tags of its own
 
 
 def load(path: Path) -> Results:
@@ -50,6 +51,8 @@ def contradictions(results: Results) -> Iterator[str]:
         yield f"a seed is 0 or more, not {min(settings.seed, settings.model_seed)}"
     if not settings.batch and settings.data != recorded.OWN:
         yield "a batch has one row or more"
+    if settings.resume_at is not None and settings.resume_at >= settings.steps:
+        yield f"a run that is resumed after step {settings.resume_at} has more steps than {settings.steps}"
     names = [record.name for record in results.schemes]
     if not names or len(set(names)) < len(names):
         yield f"a lab runs one or more schemes, each of another name; here are {names}"
@@ -72,14 +75,16 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
         yield f"{expected} completed steps should be numbered from 1; got {[step.step for step in record.steps]}"
     if shortage is not None:
         capacity = {"card": settings.capacity, "host": settings.host_capacity}.get(shortage.place)
-        if capacity is None or shortage.step > settings.steps or shortage.rank >= settings.ranks:
+        if capacity is None or shortage.step > settings.steps or shortage.rank >= (settings.ranks_in(shortage.step)):
             yield f"it cannot have run out of memory in step {shortage.step}, rank {shortage.rank}, of these settings"
         elif sum(shortage.held.values()) + shortage.asked <= capacity:
             yield f"{shortage.asked:,} B more would have fitted on the {shortage.place} where it ran out of memory"
         yield from _bands("held at its end", [*shortage.held, shortage.band])
     if record.prediction is not None:
-        yield from _prediction(record.prediction, settings.ranks)
+        yield from _prediction(record.prediction, settings.ranks_in(shortage.step if shortage else done))
     for step in record.steps:
+        if step.prediction is not None:
+            yield from _prediction(step.prediction, settings.ranks_in(step.step))
         yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings))
     if done and shortage is None and record.events:
         last = record.steps[-1]
@@ -99,16 +104,22 @@ def _prediction(predicted: Prediction, ranks: int) -> Iterator[str]:
         ("predicted at the peak without activations", predicted.peak_without_activations),
         ("predicted at rest on the host", predicted.host),
         ("predicted at the peak on the host", predicted.host_peak),
-        *((f"predicted for {collective}", bands) for collective, bands in predicted.traffic.items()),
-        *((f"predicted out of a node for {name}", bands) for name, bands in predicted.node_outside.items()),
         *((f"predicted for copies to the {place}", bands) for place, bands in predicted.copies.items()),
     ):
         yield from _bands(what, bands)
+    for links in (predicted.traffic, predicted.node_outside):
+        for collective, bands in links.items():
+            yield from _known(f"band predicted for {collective}", bands, _SENT)
     yield from _per_rank(ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
 
 
 def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
-    resident, ranks, node = sum(step.resident.values()), settings.ranks, settings.node or settings.ranks
+    resident, ranks = sum(step.resident.values()), settings.ranks_in(step.step)
+    node = settings.node or ranks
+    if (step.norm is None) != (settings.clip is None) or (settings.loss_scale is None and step.scale != 1):
+        yield "a norm is that of a run that clips, and a scale that of one that scales its loss"
+    if (step.skipped and settings.loss_scale is None) or not step.scale > 0:
+        yield f"no step is skipped unless the loss is scaled, by more than 0; got {step.scale}"
     for what, bands in (
         ("at rest", step.resident), ("at rest on the host", step.host),
         *((f"copied to the {place}", bands) for place, bands in step.copies.items()),
@@ -129,7 +140,7 @@ def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
         yield f"no instant on the host can be higher than its peak, {step.host_peak.total:,} B"
     yield from _per_rank(ranks, padding=step.padding)
     for moved in step.traffic:
-        yield from _bands(f"moved by {moved.collective}", [moved.band])
+        yield from _known(f"band moved by {moved.collective}", [moved.band], _SENT)
         yield from _per_rank(ranks, sent=moved.sent, received=moved.received, padding_sent=moved.padding)
         yield from _per_rank(ranks, bytes_out_of_its_node=moved.outside)
         if any(out > sent for out, sent in zip(moved.outside, moved.sent, strict=False)):
@@ -172,14 +183,14 @@ def _log(events: Sequence[EventRecord], resident: int | None = None, peak: int |
 
 def _differences(results: Results) -> Iterator[str]:
     """Each scheme that completed a step is compared with the first of its order; that one if it has copies."""
-    ranks, node, expected, apart = results.settings.ranks, results.settings.node, [], []
+    expected, apart = [], []
     for step in range(1, max(len(record.steps) for record in results.schemes) + 1):
         orders: dict[tuple[object, ...], list[SchemeRecord]] = {}
         for record in results.schemes:
             if len(record.steps) >= step:
                 orders.setdefault(results.settings.order(record.row), []).append(record)
         for alive in orders.values():
-            whole = _shards_all(alive[0], ranks, node)
+            whole = _shards_all(alive[0], results.settings.ranks_in(step), results.settings.node)
             expected += [(step, each.name) for each in alive if not (each is alive[0] and whole)]
         apart += [(step, alive[0].name) for alive in list(orders.values())[1:]]
     for what, found, wanted in (
@@ -254,12 +265,13 @@ def _ablations(results: Results) -> Iterator[str]:
 def _verdicts(results: Results) -> Iterator[str]:
     """Whatever is not alike, or not as predicted, has a failure that says so."""
     said = {(each.check, each.scheme, each.ranks) for each in results.failures}
-    ranks, names = results.settings.ranks, [record.name for record in results.schemes]
+    settings, names = results.settings, [record.name for record in results.schemes]
     for check, scheme, n in said:
         if check not in tuple(Check) or scheme not in names or n < 1:
             yield f"no check, scheme and N are called {check!r}, {scheme!r} and {n}"
     for each in results.differences:
-        if any(each.differing.values()) and (Check.SAME_TRAINING, each.scheme, ranks) not in said:
+        blamed = (Check.SAME_TRAINING, each.scheme, settings.ranks_in(each.step)) in said
+        if any(each.differing.values()) and not blamed:
             yield f"bits of {each.scheme} differ after step {each.step}, and no failure says so"
     for step in range(max(len(record.steps) for record in results.schemes)):
         losses = {
@@ -271,13 +283,17 @@ def _verdicts(results: Results) -> Iterator[str]:
         if len(losses) > len(orders) and not any(check == Check.SAME_TRAINING for check, _, _ in said):
             yield f"losses differ in step {step + 1}, and no failure says so"
     for record in results.schemes:
-        if (predicted := record.prediction) is None:
+        if (last := record.prediction) is None:
             continue
-        fits = _fits(results.settings, sum(predicted.peak.values()), sum(predicted.host_peak.values()))
+        begun = [last, *(step.prediction for step in record.steps if step.prediction is not None)]
+        fits = all(_fits(results.settings, sum(each.peak.values()), sum(each.host_peak.values())) for each in begun)
         as_predicted = fits == (record.out_of_memory is None) and all(
-            _as_predicted(predicted, step) for step in record.steps
+            _as_predicted(step.prediction or last, step) for step in record.steps
         )
-        if not as_predicted and (Check.AS_PREDICTED, record.name, ranks) not in said:
+        blamed = any(
+            (Check.AS_PREDICTED, record.name, ranks) in said for ranks in (settings.ranks, settings.resume_ranks)
+        )
+        if not as_predicted and not blamed:
             yield f"{record.name}: what was measured is not what is predicted, and no failure says so"
     for row in results.sweep:
         measured = (row.resident, row.peak, row.peak_without_activations, row.sent, row.host_peak)
@@ -298,7 +314,8 @@ def _fits(settings: Settings, card: int, host: int) -> bool:
 
 
 def _as_predicted(expected: Prediction, step: StepRecord) -> bool:
-    sent = {(moved.collective, moved.band): {*moved.sent, *moved.received} for moved in step.traffic}
+    everything = {(moved.collective, moved.band): {*moved.sent, *moved.received} for moved in step.traffic}
+    sent = {what: nbytes for what, nbytes in everything.items() if nbytes != {0}}  # one rank tells nobody
     wanted = {(name, band): {nbytes} for name, bands in expected.traffic.items() for band, nbytes in bands.items()}
     columns = zip(*(moved.padding for moved in step.traffic), strict=False)
     return (

@@ -13,7 +13,9 @@ from typing import Annotated, cast
 
 import msgspec
 
-from zerosim.options import Gather, Options
+from zerosim.optimizer import Adam, AdamW, Schedule
+from zerosim.options import Gather, LossScale, Options
+from zerosim.records.ablations import Ablations, Count
 from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.stages import Stage
 
@@ -21,7 +23,6 @@ SCHEMA = "zerosim.lab/2"
 OWN = "your own"  # data that the lab has not drawn
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # bytes, operations, elements: what a reader can count
 
 
 class Settings(Record):
@@ -30,6 +31,9 @@ class Settings(Record):
     ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
     ``capacity`` is the bytes of a card, ``host_capacity`` those of the host for each rank, or None for no
     limit. ``node`` ranks are a group, and ``wire_params`` is what parameters are sent in, if it is not ``wire``.
+    ``clip`` is the largest norm, ``uneven`` says that ranks have up to ``batch`` rows, some none. ``weight_decay``
+    is AdamW's, and with none the optimizer is Adam; the learning rate rises over ``warmup`` updates. After
+    ``resume_at`` steps the run is saved, loaded on ``resume_ranks`` ranks, or on as many, and goes on.
     ``data`` is ``OWN`` where the caller brought the batches: then the seeds say nothing, and ``batch`` is 0 if it
     was not always the same. ``model`` names a model that ``widths`` do not describe, and ``others`` are the options
     that no field has, in words.
@@ -51,10 +55,23 @@ class Settings(Record):
     wire_params: str | None = None
     model: str = ""
     others: dict[str, str] = msgspec.field(default_factory=dict)
+    clip: float | None = None
+    loss_scale: LossScale | None = None
+    uneven: bool = False
+    weight_decay: float = 0.0
+    warmup: Count = 0
+    resume_at: Positive | None = None
+    resume_ranks: Positive | None = None
 
     def options(self) -> Options:
         """The options of the training runs. ValueError for what does not go together."""
+        schedule = Schedule(warmup=self.warmup) if self.warmup else None
+        decayed = AdamW(weight_decay=self.weight_decay, schedule=schedule)
         return Options(
+            clip=self.clip,
+            loss_scale=self.loss_scale,
+            uneven=self.uneven,
+            optimizer=decayed if self.weight_decay else Adam(schedule=schedule),
             precision=self.precision,
             wire=self.wire,
             gather=cast("Gather", self.gather),
@@ -66,8 +83,30 @@ class Settings(Record):
         )
 
     def order(self, row: Stage, ranks: int | None = None) -> tuple[object, ...]:
-        """What decides the bits of a row's training under these settings: see ``Stage.order``."""
-        return row.on(ranks or self.ranks, self.node).order(self.wire_params)
+        """What decides the bits of a row's training under these settings, before and after it is resumed.
+
+        See ``Stage.order``.
+        """
+        before = row.on(ranks or self.ranks, self.node).order(self.wire_params)
+        after = self.resume_ranks and row.on(self.resume_ranks, self.node).order(self.wire_params)
+        return (*before, *(after or ()))
+
+    def said(self) -> str:
+        """What of a training step as people run it was asked for, in words; nothing if nothing was."""
+        found = [f"clipped to {self.clip:g}"] if self.clip is not None else []
+        if (scale := self.loss_scale) is not None:
+            found.append(f"loss scale {'dynamic, from ' * scale.dynamic}{scale.init:g}")
+        found += ["uneven batches"] * self.uneven + ["rounding as it scales"] * bool(scale and scale.note)
+        found += [f"AdamW with weight decay {self.weight_decay:g}"] if self.weight_decay else []
+        found += [f"warm-up over {self.warmup} updates"] if self.warmup else []
+        if self.resume_at is not None:
+            found.append(f"resumed after step {self.resume_at} on {self.resume_ranks or self.ranks} ranks")
+        return ", ".join(found)
+
+    def ranks_in(self, step: int) -> int:
+        """On how many ranks a step is taken."""
+        resumed = self.resume_at is not None and step > self.resume_at
+        return (self.resume_ranks if resumed else None) or self.ranks
 
 
 class Check(StrEnum):
@@ -100,7 +139,12 @@ class TrafficRecord(Record):
 
 
 class StepRecord(Record):
-    """One step of one scheme, measured. ``copies`` over the host link are by the place that they go to, and band."""
+    """One step of one scheme, measured. ``copies`` over the host link are by the place that they go to, and band.
+
+    ``mean_of_means`` is what averaging the ranks' own losses would have given, which is another number where they
+    have different rows. ``prediction`` is what the closed forms say of this step, where it is not what they say of
+    the last.
+    """
 
     step: Count
     loss: float
@@ -114,6 +158,11 @@ class StepRecord(Record):
     host: dict[str, Count]
     host_peak: PeakRecord
     copies: dict[str, dict[str, Count]]
+    mean_of_means: float | None = None
+    norm: float | None = None
+    scale: float = 1.0
+    skipped: bool = False
+    prediction: Prediction | None = None
 
     def sent(self) -> int:
         """Bytes sent by the busiest rank, all collectives together."""
@@ -174,7 +223,10 @@ class OutOfMemoryRecord(Record):
 
 
 class SchemeRecord(Record):
-    """One scheme's run: its row, every step measured, the events of the last, and the prediction, if there is one."""
+    """One scheme's run: its row, every step measured, the events of the last, and the prediction, if there is one.
+
+    That is of the last step; steps of which something else is predicted have it with them.
+    """
 
     row: Stage
     prediction: Prediction | None
@@ -225,62 +277,6 @@ class SweepRow(Record):
     events: list[EventRecord]
 
 
-class Drift(Record):
-    """How far the master weights of one run are from another's after each step."""
-
-    differing: list[Count]
-    largest: list[float]
-
-
-class WholeModelGather(Record):
-    """ZeRO-3 that gathers everything at once, beside ZeRO-2 at rest. Bytes per rank."""
-
-    states: Count
-    gathered: Count
-    zero2_resident: Count
-    peak: Count
-    peak_by_layer: Count
-
-
-class NarrowWire(Record):
-    """The same run with blocks in the working copy's 16 bits: half the bytes, other bits.
-
-    ``gradient`` compares the averaged gradients of the first step, where nothing else
-    differs yet, so that it is the rounding of the hops alone; relative to the largest gradient.
-    """
-
-    wire: str
-    sent: Count
-    sent_fp32: Count
-    gradient_differing: Count
-    gradient_largest_relative: float
-    drift: Drift
-
-
-class Int8Params(Record):
-    """ZeRO-3 that sends parameters in int8, with their scales, beside itself: bytes of one step, the losses of all."""
-
-    sent: Count
-    sent_exact: Count
-    losses: list[float]
-    losses_exact: list[float]
-
-
-class Ablations(Record):
-    """What changes when a rule of the simulator is broken on purpose. None or empty where it does not apply.
-
-    ``whole_model_bucket``, by precision: ZeRO-2 with one bucket for the whole model, so that its
-    sums start at other ranks, against data parallel with a bucket per layer. In fp32 each sum is
-    rounded otherwise; 16-bit gradients are so short that their sums in fp32 come out exact, or
-    nearly always round to the same 16 bits.
-    """
-
-    whole_model_gather: WholeModelGather | None
-    narrow_wire: NarrowWire | None
-    whole_model_bucket: dict[str, Drift]
-    int8_params: Int8Params | None = None
-
-
 class Failure(Record):
     """A check that does not hold: where, and both values. ``rank`` is -1 where it concerns them all."""
 
@@ -322,6 +318,14 @@ class Results(Record):
         if self.settings.wire_params == "int8":
             return "parameters are rounded to int8 where they are sent, and these rows send other pieces of them"
         return "one adds the gradients of all ranks in a ring, the other those of each group and then of the groups"
+
+    def stepwise(self) -> list[tuple[SchemeRecord, StepRecord]]:
+        """Where steps have more to tell than a loss: those of the first completed scheme of each order."""
+        settings = self.settings
+        if not (settings.clip or settings.loss_scale or settings.uneven):
+            return []
+        first = {settings.order(record.row): record for record, _ in reversed(self.completed())}
+        return [(record, step) for record in reversed(first.values()) for step in record.steps]
 
     def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
         """Each scheme that completed all steps, with the last of them."""

@@ -28,11 +28,13 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
         f"{settings.batch} rows per rank; data {settings.data}, precision {settings.precision}, wire {settings.wire}"
         + (f", parameters sent in {settings.wire_params}" if settings.wire_params else "")
         + (f"; nodes of {settings.node}" if settings.node else "")
+        + (f"; {said}" if (said := settings.said()) else "")
     )
     for table in (
         summary(results),
         _alike(results),
         _between_orders(results),
+        _stepwise(results),
         *_bands(results, "at rest"),
         *_bands(results, "at the peak"),
         _traffic(results),
@@ -127,6 +129,22 @@ def _between_orders(results: Results) -> Table:
     for each in results.between_orders:
         table.add_row(
             str(each.step), each.scheme, *(f"{each.largest[band]:.2g} ({each.differing[band]:,})" for band in bands)
+        )
+    return table
+
+
+def _stepwise(results: Results) -> Table:
+    """Step by step the loss, and what was agreed on before the update."""
+    table = number_table(
+        "Step by step: the loss, what all gradients' norm was, and what the loss was scaled by",
+        "step", "scheme", "loss", "mean of the ranks' means", "norm", "scale", "", left=2,
+        caption="A skipped step changes no state. Every scheme's numbers were checked.",
+    )  # fmt: skip
+    for record, step in results.stepwise():
+        means = "–" if step.mean_of_means is None else f"{step.mean_of_means:.6f}"
+        norm = "–" if step.norm is None else f"{step.norm:.6f}"
+        table.add_row(
+            str(step.step), record.name, f"{step.loss:.6f}", means, norm, f"{step.scale:g}", "skipped" * step.skipped
         )
     return table
 

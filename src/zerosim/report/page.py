@@ -102,7 +102,7 @@ def _data(results: Results) -> dict[str, Any]:
 
 def _runs(results: Results) -> Iterator[dict[str, Any]]:
     """What the player can replay: the events of a step, what they start from, and the peak that was recorded."""
-    ranks = results.settings.ranks
+    ranks = results.settings.ranks_in(results.settings.steps)
     for record in results.schemes:
         last = record.steps[-1] if record.steps and not record.out_of_memory else None
         yield {
@@ -114,7 +114,7 @@ def _runs(results: Results) -> Iterator[dict[str, Any]]:
             "shortage": record.out_of_memory,
         }
     for row in results.sweep:
-        if row.ranks != ranks and row.events:
+        if row.ranks != results.settings.ranks and row.events:
             yield {
                 "ranks": row.ranks,
                 "scheme": row.scheme,
@@ -136,13 +136,14 @@ def _head(results: Results) -> Iterator[Tree.Element]:
     settings = results.settings
     rows = f" of {_some(settings.batch, 'row')} per rank" if settings.batch else ""
     runs = f"{_some(settings.ranks, 'virtual GPU')}: {_some(settings.steps, 'step')}{rows}"
-    said = {"data": settings.data, "precision": settings.precision, "wire": settings.wire} | settings.others
-    options = ", ".join(f"{name} {value}" for name, value in said.items() if value)
+    named = {"data": settings.data, "precision": settings.precision, "wire": settings.wire} | settings.others
+    options = ", ".join(f"{name} {value}" for name, value in named.items() if value)
     card = f", cards of {settings.capacity:,} B" if settings.capacity is not None else ""
     if settings.host_capacity is not None:
         card += f", hosts of {settings.host_capacity:,} B for each rank"
     more = f", parameters are sent in {settings.wire_params}" if settings.wire_params else ""
     more += f", nodes of {settings.node}" if settings.node else ""
+    more += f"; {said}" if (said := settings.said()) else ""
     yield element(
         "p",
         f"{results.n_params:,} parameters on {runs}; {options}, gathered by {settings.gather}{more}{card}.",

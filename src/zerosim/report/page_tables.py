@@ -154,6 +154,7 @@ def tables(results: Results) -> Iterator[Tree.Element]:
     """All other tables."""
     yield from _alike(results)
     yield from _between_orders(results)
+    yield from _stepwise(results)
     completed = results.completed()
     rest: list[Side] = []
     peak: list[Side] = []
@@ -204,6 +205,19 @@ def _between_orders(results: Results) -> list[Tree.Element]:
     head = [("", "step"), ("", "scheme"), *((band, what) for band in bands for what in ("bits differ", "largest"))]
     note = f"Against the first scheme. No failure: {results.parting()}."
     return table("between", "Between orders: how far apart do they come?", head, rows, note)
+
+
+def _stepwise(results: Results) -> list[Tree.Element]:
+    """Step by step the loss, and what was agreed on before the update; nothing where there was nothing to agree on."""
+    rows: list[list[Cell]] = []
+    for record, step in results.stepwise():
+        numbers = [
+            NONE if value is None else _number(value, ".6f") for value in (step.loss, step.mean_of_means, step.norm)
+        ]
+        rows.append([str(step.step), record.name, *numbers, f"{step.scale:g}", "skipped" * step.skipped])
+    names = ("step", "scheme", "loss", "mean of the ranks’ means", "norm of all gradients", "loss scale", "")
+    note = "A skipped step changes no state. Every scheme’s numbers were held against plain training."
+    return table("steps", "Step by step: loss, norm and scale", [("", name) for name in names], rows, note)
 
 
 def _bands(name: str, title: str, sides: Sequence[Side], note: str) -> list[Tree.Element]:

@@ -62,8 +62,9 @@ class Job:
     """One run, as the formulas see it.
 
     ``buckets`` lists, for each flat buffer, the (fan-in, fan-out) of its linear layers; ``rows`` are those of
-    the batch that one rank has, in ``accumulate`` micro-batches. ``clip``, ``loss_scale`` and ``uneven`` say
-    whether there is any; ``skipped`` that the step is, for a gradient that is not finite.
+    the batch that one rank has, the most of any, in ``accumulate`` micro-batches. ``clip``, ``loss_scale``,
+    ``uneven`` and ``weight_decay`` say whether there is any; ``skipped`` that the step is, for a gradient that
+    is not finite.
     """
 
     row: Stage
@@ -81,6 +82,7 @@ class Job:
     loss_scale: bool = False
     uneven: bool = False
     skipped: bool = False
+    weight_decay: bool = False
 
     def sizes(self) -> list[int]:
         """P of each bucket: weights and biases."""
@@ -311,7 +313,8 @@ def flops(job: Job) -> dict[str, int]:
     """Floating-point operations per rank and step, by phase.
 
     Two per weight and row forward, four backward (but two in the first layer, whose input
-    needs no gradient); Adam's on everything that the rank updates, where that is, scaled and clipped.
+    needs no gradient); Adam's on everything that the rank updates, where that is, scaled and clipped, and one more
+    on each weight that decays.
     """
     products = [2 * job.rows * fan_in * fan_out for bucket in job.buckets for fan_in, fan_out in bucket]
     updated = 0 if job.skipped else sum(job.chunks()) * job.ranks // job.cut(Band.MASTER)
@@ -319,5 +322,23 @@ def flops(job: Job) -> dict[str, int]:
     return {
         "forward": sum(products),
         "backward": 2 * sum(products) - products[0],
-        "optimizer on the host" if job.row.offload else "optimizer": (ADAM_OPERATIONS + scaled) * updated,
+        "optimizer on the host" if job.row.offload else "optimizer": (ADAM_OPERATIONS + scaled) * updated
+        + _decayed(job),
     }
+
+
+def _decayed(job: Job) -> int:
+    """Weights that decay, of the pieces that one rank updates: of each bucket the most that any piece has."""
+    if job.skipped or not job.weight_decay:
+        return 0
+    pieces, total = job.cut(Band.MASTER), 0
+    for bucket, chunk in zip(job.buckets, job.chunks(), strict=True):
+        length, start, weights = chunk * job.ranks // pieces, 0, []
+        for fan_in, fan_out in bucket:
+            weights.append((start, start + fan_in * fan_out))
+            start += fan_in * fan_out + fan_out
+        total += max(
+            sum(max(0, min(end, (piece + 1) * length) - max(first, piece * length)) for first, end in weights)
+            for piece in range(pieces)
+        )
+    return total
