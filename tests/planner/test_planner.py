@@ -327,7 +327,7 @@ def test_the_record_s_fields_are_what_is_documented() -> None:
             "schema", "created", "versions", "question", "precision", "model", "cluster", "cells", "smallest",
             "largest", "no_fit", "surprises", "estimates", "largest_models", "why", "left_out",
         ),
-        "Cell": ("row", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time"),
+        "Cell": ("row", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time", "saved"),
         "Peak": ("total", "by_band", "unit", "phase", "by_unit"),
         "Traffic": ("collective", "band", "sent", "messages"),
         "SmallestRanks": ("row", "ranks", "states_alone", "limit"),
