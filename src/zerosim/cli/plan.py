@@ -179,9 +179,7 @@ class Rate(click.ParamType[int]):
     "--chart", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
     help="Draw the peaks by band to FILE: .png, .svg or .html.",
 )  # fmt: skip
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Also by band and collective, what is at the peak, and the least time."
-)
+@click.option("-v", "--verbose", is_flag=True, help="Also the bands, the collectives, the peak and the least time.")
 @click.pass_context
 def plan(
     context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, **options: Any
