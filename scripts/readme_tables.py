@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
+
+from rich.console import Console
 
 from readme_views import Lab, Planned, Real, Scheme
 from zerosim.records.results import SweepRow
+from zerosim.report import plan_console
 from zerosim.report import plan_verdict as verdict
 from zerosim.schemes import SCHEMES
 from zerosim.util import sizes
@@ -221,6 +225,14 @@ def plan(planned: Planned) -> str:
             for cell in planned.cells
         ],
     )
+
+
+def plan_screen(planned: Planned) -> str:
+    """What the command prints of it."""
+    out = io.StringIO()
+    plan_console.show(planned.found, Console(file=out, width=plan_console.WIDTH, highlight=False))
+    lines = [line.rstrip() for line in out.getvalue().strip("\n").splitlines()]
+    return "\n".join(lines)
 
 
 def estimates(planned: Planned) -> str:

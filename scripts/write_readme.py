@@ -1,6 +1,6 @@
-"""Write README.md, and the figures that it shows, from the recordings.
+"""Write README.md and docs/argument.md, and the figures that they show, from the recordings.
 
-``docs/README.md.j2`` has the prose; every number in it is an expression over ``recorded/``, and
+``docs/*.md.j2`` have the prose; every number in them is an expression over ``recorded/``, and
 a claim in words stands only while the recordings bear it out: one that they contradict stops
 the writing. Measures nothing.
 
@@ -35,8 +35,11 @@ from zerosim.report import plots
 from zerosim.util import sizes
 
 ROOT = Path(__file__).parents[1]
-TEMPLATE = ROOT / "docs" / "README.md.j2"
-README = ROOT / "README.md"
+PAGES = {  # by what is written
+    ROOT / "README.md": ROOT / "docs" / "README.md.j2",
+    ROOT / "docs" / "argument.md": ROOT / "docs" / "argument.md.j2",
+}
+README, ARGUMENT = PAGES
 TORCHTITAN = Fraction("82.4") * 2**30  # bytes that the allocator of a published run had reserved at most
 CARD = 80 * 10**9  # bytes: a large card, for the one example that is arithmetic and not measured
 
@@ -50,7 +53,7 @@ class Contradiction(ValueError):
 def claim(holds: bool, words: str) -> str:
     """``words``, if what they say holds. Contradiction otherwise."""
     if not holds:
-        raise Contradiction(f"{TEMPLATE.name} claims {words!r}; the recordings say otherwise. Rewrite the sentence.")
+        raise Contradiction(f"A page claims {words!r}; the recordings say otherwise. Rewrite the sentence.")
     return words
 
 
@@ -132,9 +135,9 @@ def mutants() -> dict[str, Any] | None:
     return {"tried": tried, "killed": tried - survived}
 
 
-def render(mark: Callable[[Any], Any] = lambda value: value) -> str:
-    """The template as the recordings fill it."""
-    return environment(mark).from_string(TEMPLATE.read_text()).render(names())
+def render(page: Path = README, mark: Callable[[Any], Any] = lambda value: value) -> str:
+    """A page's template as the recordings fill it."""
+    return environment(mark).from_string(PAGES[page].read_text()).render(names())
 
 
 def reflow(markdown: str) -> str:
@@ -158,7 +161,7 @@ def _fill(text: str) -> str:
     return lines.replace("\0", " ")
 
 
-# The figures that README.md shows: the stem of the file, the recording, and which of its figures.
+# The figures that the pages show: the stem of the file, the recording, and which of its figures.
 FIGURES = {
     "timeline": ("lab", "timeline"),
     "memory": ("lab", "memory"),
@@ -183,7 +186,8 @@ def _drawn(recording: str) -> dict[str, Figure]:
 
 def main() -> None:
     """Write it all."""
-    write_whole(README, reflow(render()).encode())
+    for page in PAGES:
+        write_whole(page, reflow(render(page)).encode())
     plots.save_figures({name: figure(name) for name in FIGURES}, ROOT / "docs")
 
 
