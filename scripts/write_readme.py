@@ -112,11 +112,17 @@ def names() -> dict[str, Any]:
         "fp16_digits": np.finfo(FP16).nmant + 1,
         "card_bytes": CARD,
         "frame": FRAME,
-        "planted": len(tomllib.loads((ROOT / "tests" / "checks" / "faults.toml").read_text())["fault"]),
+        "planted": planted("faults"),
+        "planted_step": planted("faults_step"),
         "mutants": mutants(),
         "torchtitan": TORCHTITAN,
         "reserved": f"{float(TORCHTITAN / 2**30)} GiB",
     }
+
+
+def planted(name: str) -> int:
+    """How many faults a table of them has."""
+    return len(tomllib.loads((ROOT / "tests" / "checks" / f"{name}.toml").read_text())["fault"])
 
 
 def mutants() -> dict[str, Any] | None:
