@@ -115,14 +115,16 @@ def names() -> dict[str, Any]:
         "fp16_digits": np.finfo(FP16).nmant + 1,
         "card_bytes": CARD,
         "frame": FRAME,
-        "planted": sum(
-            len(tomllib.loads((ROOT / "tests" / "checks" / name).read_text())["fault"])
-            for name in ("faults.toml", "faults_axes.toml")
-        ),
+        "planted": sum(map(planted, ("faults", "faults_axes", "faults_step"))),
         "mutants": mutants(),
         "torchtitan": TORCHTITAN,
         "reserved": f"{float(TORCHTITAN / 2**30)} GiB",
     }
+
+
+def planted(name: str) -> int:
+    """How many faults a table of them has."""
+    return len(tomllib.loads((ROOT / "tests" / "checks" / f"{name}.toml").read_text())["fault"])
 
 
 def mutants() -> dict[str, Any] | None:

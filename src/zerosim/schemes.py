@@ -197,7 +197,7 @@ class Scheme:
         mine = np.sum([each.weights for each in parts], axis=0).astype(FP32)
         heard: Array = tell(self._scalars, self.ranks, mine[:, None], "rows").sum(axis=(1, 2), dtype=np.float64)
         if not heard.all():
-            raise ValueError("step(batch): no rank has a row, so there is nothing to average. Leave the step out.")
+            raise ValueError("step(batch): the rows or weights of all ranks sum to zero. Leave the step out.")
         return heard
 
     def _micro_batch(self, given: MicroBatch, total: Array | None, *, last: bool) -> Any:

@@ -44,7 +44,7 @@ def nothing_else_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_planted_fault_is_found_and_named(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Every scheme that has the fault is blamed, for the right quantity, and no other."""
     plant(monkeypatch, edits_of(fault))
-    rows = fault.get("rows", FOUR)
+    rows: list[str] = fault.get("rows", FOUR)
     found = suite.run(settings(fault), rows=[BY_NAME[name] for name in rows])
     assert_blamed(found.failures, fault, fault.get("blames") or rows)
 

@@ -32,7 +32,7 @@ from zerosim.worlds.native import LocalCollectives
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, ARGUMENT = (page.read_text(encoding="utf-8") for page in write_readme.PAGES)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 LABS = [name for name, recording in record.RECORDINGS.items() if recording.arguments.split()[0] == "lab"]
 
@@ -60,9 +60,15 @@ def blocks(language: str) -> list[str]:
 # -- README.md is what the recordings say
 
 
-def test_the_readme_is_what_the_recordings_say() -> None:
-    """Writing README.md anew from recorded/ changes nothing: neither was edited without the other."""
-    assert write_readme.reflow(write_readme.render()) == README, "run `make readme`"
+@pytest.mark.parametrize("page", write_readme.PAGES, ids=lambda page: page.name)
+def test_a_page_is_what_the_recordings_say(page: Path) -> None:
+    """Writing it anew from recorded/ changes nothing: neither was edited without the other."""
+    assert write_readme.reflow(write_readme.render(page)) == page.read_text(encoding="utf-8"), "run `make readme`"
+
+
+def test_the_readme_is_short() -> None:
+    """It says what this is for, and what to read next; the argument has a page of its own."""
+    assert len(README.splitlines()) <= 250
 
 
 @pytest.mark.parametrize("name", write_readme.FIGURES)
@@ -82,7 +88,7 @@ def test_a_figure_is_what_the_recordings_say(name: str, tmp_path: Path) -> None:
 
 def test_every_number_comes_from_a_recording() -> None:
     """What is left of the rendered prose without what expressions yielded, code blocks and ALLOWED has no digit."""
-    prose = write_readme.render(mark=lambda value: f"\0{value}\1")
+    prose = "\n".join(write_readme.render(page, mark=lambda value: f"\0{value}\1") for page in write_readme.PAGES)
     prose = re.sub(r"```.*?```|<!--.*?-->", "", prose, flags=re.DOTALL)
     prose = re.sub("\0[^\0\1]*\1", "", prose)
     for allowed in ALLOWED:
@@ -91,9 +97,10 @@ def test_every_number_comes_from_a_recording() -> None:
     assert [line for line in prose.splitlines() if NUMBER.search(line)] == []
 
 
-def test_no_number_hides_in_an_expression() -> None:
+@pytest.mark.parametrize("template", write_readme.PAGES.values(), ids=lambda template: template.name)
+def test_no_number_hides_in_an_expression(template: Path) -> None:
     """No expression that yields text is or has a number of its own, so that what it yields is a recording's."""
-    tree = jinja2.Environment().parse(write_readme.TEMPLATE.read_text(encoding="utf-8"))
+    tree = jinja2.Environment().parse(template.read_text(encoding="utf-8"))
     found = []
     for output in tree.find_all(jinja2.nodes.Output):
         for expression in output.nodes:
@@ -144,14 +151,14 @@ def _changed(monkeypatch: pytest.MonkeyPatch, old: bytes, new: bytes) -> None:
 def test_a_different_number_makes_a_different_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     """Had ZeRO-3's blocks been a byte larger, the comparison with README.md would fail."""
     _changed(monkeypatch, b'"EXP_AVG"'.lower() + b":4136", b'"exp_avg":4137')
-    assert write_readme.reflow(write_readme.render()) != README
+    assert write_readme.reflow(write_readme.render(write_readme.ARGUMENT)) != ARGUMENT
 
 
 def test_a_claim_that_does_not_hold_stops_the_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Had ZeRO-1 and ZeRO-2 sent other than data parallel does, no README.md would claim that they send the same."""
     _changed(monkeypatch, b"128216", b"128217")
     with pytest.raises(write_readme.Contradiction, match="ZeRO-1 and ZeRO-2 send what data parallel sends"):
-        write_readme.render()
+        write_readme.render(write_readme.ARGUMENT)
 
 
 def test_a_recording_with_a_failed_check_stops_the_writing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +173,14 @@ def test_a_recording_with_a_failed_check_stops_the_writing(monkeypatch: pytest.M
 
 
 def test_nothing_is_said_of_real_ranks_that_were_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a recorded corroboration README.md is written, and claims nothing of it."""
+    """Without a recorded corroboration the pages are written, and claim nothing of it."""
     load = record.load
     monkeypatch.setattr(record, "load", lambda name: None if name == "corroborate" else load(name))
-    text = write_readme.reflow(write_readme.render())
-    argument, use = text.split("## Use it")
+    argument = write_readme.reflow(write_readme.render(write_readme.ARGUMENT))
     assert "corroborate" not in argument
-    assert "gloo" not in argument + use.partition("`make bench`")[0]
+    assert "gloo" not in argument
+    checked = write_readme.reflow(write_readme.render()).partition("## How it is checked")[2]
+    assert "Real ranks agree" not in checked
 
 
 # -- the recordings are what a run finds
@@ -320,11 +328,13 @@ def test_the_shell_lines_of_the_readme_are_commands_that_exist() -> None:
     assert {"make", "pip", "zerosim", ".venv/bin/zerosim"} <= seen
 
 
-def test_links_lead_somewhere() -> None:
-    """Every relative link is to a file of the project, and every anchor to a heading of README.md."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", README, flags=re.DOTALL), re.MULTILINE)
+@pytest.mark.parametrize("page", write_readme.PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every relative link is to a file of the project, and every anchor to a heading of the page."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("https://")]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
     assert len(links) > 5
     for link in links:
-        assert link[1:] in anchors if link.startswith("#") else (ROOT / link).is_file(), link
+        assert link[1:] in anchors if link.startswith("#") else (page.parent / link).is_file(), link

@@ -84,6 +84,7 @@ RESULTS = "results.json"
 )
 @click.option(
     "--weight-decay",
+    "decay",
     type=click.FloatRange(min=0, max=1, max_open=True),
     default=None,
     help="AdamW's, of what has two dimensions.  [default: 0.01]",
@@ -132,7 +133,7 @@ def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: Any) -> None
 def _named(options: dict[str, Any]) -> dict[str, Any]:
     """The options by the names that settings have for them."""
     step, ranks = options.pop("resume_at") or (None, None)
-    decay, adamw = options.pop("weight_decay"), options.pop("optimizer") == "adamw"
+    decay, adamw = options.pop("decay"), options.pop("optimizer") == "adamw"
     if decay is not None and not adamw:
         raise ValueError("lab(weight_decay): Adam here has none; AdamW's is decoupled. Add --optimizer adamw.")
     decay = (AdamW.weight_decay if decay is None else decay) if adamw else 0.0
