@@ -16,6 +16,7 @@ from jaxtyping import Shaped
 
 from zerosim.bands import FP32, MODEL_STATES, Array, Band, Place
 from zerosim.buckets import Bucket
+from zerosim.counts import Phase
 from zerosim.gradients import Gradients
 from zerosim.options import Options
 from zerosim.parameters import Parameters
@@ -72,6 +73,14 @@ class Update:
                 if master is not params:
                     self._ranks.kernels.convert(master, params)
                 self._ledger.computed(bucket.name)
+
+    def at_once(self, buckets: Sequence[Bucket], *, step: int, rate: float) -> None:
+        """Update what has just been reduced, and give up its gradients."""
+        with self._ledger.during(Phase.OPTIMIZER):
+            self.apply(None, step=step, rate=rate, buckets=buckets)
+            for bucket in buckets:
+                self._parameters.update(bucket)
+                self._gradients.drop(bucket)
 
     def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float, bool]]:
         """What ranks own of a bucket, cut where rate or weight decay change: with both, and if it is a rank's first."""

@@ -19,10 +19,12 @@ from zerosim.frameworks.variants import VARIANTS, Variant
 from zerosim.records.frameworks import (
     BEFORE,
     BYTES,
+    DECISIONS,
     ELSEWHERE,
     GRADIENTS,
     GRADS,
     MASTER,
+    NORMS,
     PARAMS,
     STATE,
     Family,
@@ -359,6 +361,42 @@ def test_parameters_are_the_simulators(ran: Ran) -> None:
         assert row.largest < 1e-5, row.name
 
 
+def test_norms_and_decisions_are_the_simulators(ran: Ran) -> None:
+    """clip_grad_norm_ is within 16 ulp of ours, and of type inf ours; both scalers skip what the simulator does."""
+    assert not ran.found.failures
+    for row, seen in _rows(ran):
+        record = ran.compared_with(row, seen).record()
+        if row.family not in (Family.DDP, Family.FSDP):
+            assert not record.norms
+            continue
+        empty = ran.found.settings.widths == PRIME and row.family is Family.FSDP and not row.group  # a shard of no rows
+        assert [norm.kind for norm in record.norms] == (["2.0"] if empty else ["2.0", "inf"]) * 3
+        assert all(norm.ours > 0 and norm.ulps <= (16 if norm.kind == "2.0" else 0) for norm in record.norms), row.name
+        scalers = ["GradScaler", "ShardedGradScaler"] if row.family is Family.FSDP else []
+        assert [each.scaler for each in record.decisions] == [scaler for scaler in scalers for _ in range(4)]
+        for number, each in enumerate(record.decisions):
+            assert each.skipped == [number % 4 == 1] * ran.found.settings.ranks
+            assert each.scale == [1024, 512, 512, 1024][number % 4]
+
+
+def test_another_norm_or_decision_is_noticed(four: Ran) -> None:
+    """Where one rank has another norm, or steps where others skip, the checks fail, on that rank."""
+    assert any(row.family is Family.FSDP for row, _ in _rows(four))
+    for row, seen in _rows(four):
+        if row.family is not Family.FSDP:
+            continue
+        grads = [
+            each._replace(norms={kind: 2 * value for kind, value in each.norms.items()}) for each in seen[2].gradients
+        ]
+        decided = {name: [(False, scale) for _, scale in steps] for name, steps in seen[2].decided.items()}
+        compared_with = four.compared_with(
+            row, [*seen[:2], seen[2]._replace(gradients=grads, decided=decided), *seen[3:]]
+        )
+        compared_with.record()
+        found = {(failure.check, failure.rank) for failure in compared_with.failures}
+        assert found == {(NORMS, 2), (DECISIONS, 2)}
+
+
 @pytest.mark.slow
 def test_deepspeed() -> None:
     """DeepSpeed's bytes are explained, stage 3 with nothing kept is ZeRO-3, and it learns what the others do."""
@@ -386,7 +424,7 @@ def test_table(ran: Ran) -> None:
     out = io.StringIO()
     frameworks_console.show(ran.found, Console(file=out))
     text = out.getvalue()
-    assert text.count("hold: ") == 3
+    assert text.count("hold: ") == 5
     assert max(map(len, text.splitlines())) <= frameworks_console.WIDTH
     assert "…" not in text
     assert all(" ".join(row.name.split()) in " ".join(text.split()) for row in ran.found.rows)
@@ -411,7 +449,7 @@ def test_deepspeed_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     out = io.StringIO()
     frameworks_console.show(found, Console(file=out))
     assert "zerosim[deepspeed]" in out.getvalue()
-    assert out.getvalue().count("not measured: ") == 3
+    assert out.getvalue().count("not measured: ") == 5
 
 
 def test_ranks_that_cannot_be_cut_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

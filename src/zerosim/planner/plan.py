@@ -171,6 +171,7 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         time=None
         if runner.prepare(row).states_alone
         else hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch),
+        saved=ran.saved,
     )
 
 

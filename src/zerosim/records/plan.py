@@ -183,6 +183,20 @@ class Cluster(Record):
     source: str
 
 
+class Saved(Record):
+    """Bytes of a checkpoint of the model states, gradients left out and replicas once, file headers left out.
+
+    ``total`` of all files, ``rank`` of the largest, the first rank's. ``whole`` is one file with all parameters in
+    fp32; to put it together takes ``by_layer`` at the peak a layer at a time, and ``whole`` where everything is
+    gathered on one rank first.
+    """
+
+    total: Natural
+    rank: Natural
+    whole: Natural
+    by_layer: Natural
+
+
 class Cell(Record):
     """A step of one row on N GPUs. ``room`` is what a card has left at the peak, negative if it's short."""
 
@@ -195,6 +209,7 @@ class Cell(Record):
     room: int | None
     shortage: Shortage | None
     time: Time | None
+    saved: Saved | None = None
 
     @property
     def name(self) -> str:

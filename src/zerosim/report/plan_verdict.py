@@ -41,6 +41,7 @@ def lines(plan: Plan) -> Iterator[str]:
                 f"to blame at the peak of {cell.name} on {ranks:,} ({instant(cell.peak)}): {cell.peak.largest}, "
                 f"{size(question, cell.peak.by_band[cell.peak.largest])}; what comes and goes is of {most}"
             )
+        yield from _saved(plan, ranks)
     for odd in plan.surprises:
         more = size(question, odd.more)
         yield (
@@ -77,6 +78,28 @@ def _at(plan: Plan, ranks: int) -> Iterator[str]:
                 f"  {cell.name} runs out at {cell.shortage.unit or 'the start'}: {cell.shortage.band} of "
                 f"{size(question, cell.shortage.asked)}, with {size(question, held)} held"
             )
+
+
+def _saved(plan: Plan, ranks: int) -> Iterator[str]:
+    """What a checkpoint takes on disk, rows of equal ones together, and what one file of it takes."""
+    question = plan.question
+    by_size: dict[tuple[int, int], list[str]] = {}
+    whole = by_layer = 0
+    for cell in plan.at(ranks):
+        if (saved := cell.saved) is not None:
+            by_size.setdefault((saved.total, saved.rank), []).append(cell.name)
+            whole, by_layer = saved.whole, max(by_layer, saved.by_layer)
+    if not by_size:
+        return
+    found = [
+        f"{', '.join(names)} {size(question, total)}, of which {size(question, rank)} in the first rank's file"
+        for (total, rank), names in by_size.items()
+    ]
+    yield escape(
+        f"a checkpoint on {ranks:,}: {'; '.join(found)}. One file of the parameters in fp32 has "
+        f"{size(question, whole)}, which is what gathering all of them takes; a layer at a time takes "
+        f"{size(question, by_layer)} at most"
+    )
 
 
 def _no_fit(question: Question, no_fit: NoFit) -> str:
