@@ -138,7 +138,7 @@ def test_a_fifth_scheme_in_ten_lines() -> None:
 def test_the_commands_that_it_shows_are_understood() -> None:
     """Every option and value of every command line."""
     lines = re.findall(r"`zerosim (.*?)`", TEXT)
-    assert len(lines) == 2
+    assert len(lines) == 3
     for command, *options in map(shlex.split, lines):
         cli.main.commands[command].make_context(command, options)
 

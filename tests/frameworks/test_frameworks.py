@@ -369,7 +369,8 @@ def test_norms_and_decisions_are_the_simulators(ran: Ran) -> None:
         if row.family not in (Family.DDP, Family.FSDP):
             assert not record.norms
             continue
-        assert [norm.kind for norm in record.norms] == ["2.0", "inf"] * 3
+        empty = ran.found.settings.widths == PRIME and row.family is Family.FSDP and not row.group  # a shard of no rows
+        assert [norm.kind for norm in record.norms] == (["2.0"] if empty else ["2.0", "inf"]) * 3
         assert all(norm.ours > 0 and norm.ulps <= (16 if norm.kind == "2.0" else 0) for norm in record.norms), row.name
         scalers = ["GradScaler", "ShardedGradScaler"] if row.family is Family.FSDP else []
         assert [each.scaler for each in record.decisions] == [scaler for scaler in scalers for _ in range(4)]

@@ -25,13 +25,16 @@ Expect = Callable[[str, int, int, str, int, int], None]
 """Told the check, step, rank, what it is about, what was found and what should have been."""
 
 
-def norms(settings: Settings, seen: Sequence[Observation], expect: Expect) -> list[Norm]:
-    """The norms that clip_grad_norm_ gave of each step's averaged gradients, beside ours of the same ones."""
+def norms(settings: Settings, seen: Sequence[Observation], expect: Expect, group: int) -> list[Norm]:
+    """The norms that clip_grad_norm_ gave of each step's averaged gradients, beside ours of the same ones.
+
+    The shards of the first ``group`` ranks make them up.
+    """
     found = []
     for step, samples in enumerate(zip(*(each.gradients for each in seen), strict=True), start=1):
         whole = samples[0].averaged
         if [part.shape for part in whole] != [part.shape for part in samples[0].local]:  # shards, to be put together
-            whole = [np.concatenate(parts) for parts in zip(*(each.averaged for each in samples), strict=True)]
+            whole = [np.concatenate(parts) for parts in zip(*(each.averaged for each in samples[:group]), strict=True)]
         flat = np.concatenate([part.T.reshape(-1) for part in whole])  # torch keeps W as [O, I]
         for kind, theirs in samples[0].norms.items():
             ours = norm(settings, flat, float(kind))

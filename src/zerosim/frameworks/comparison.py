@@ -70,7 +70,7 @@ class FrameworkComparison:
 
     def __init__(self, variant: Variant, settings: Settings, steps: int, seen: list[Observation]) -> None:
         self._variant, self._settings, self._steps, self._seen = variant, settings, steps, _without_strays(seen)
-        self._n_params = model(settings).n_params
+        self._n_params, self._group = model(settings).n_params, variant.group or settings.ranks
         self.failures: list[Failure] = []
 
     def record(self) -> Framework:
@@ -97,7 +97,7 @@ class FrameworkComparison:
             unmeasured={name: why for seen in self._seen for name, why in seen.unmeasured.items()},
             scheme=row.name if row else "",
             departs=departs,
-            norms=agreements.norms(self._settings, self._seen, self._expect),
+            norms=agreements.norms(self._settings, self._seen, self._expect, self._group),
             decisions=agreements.decisions(self._settings, self._seen, self._expect),
         )
 
@@ -112,7 +112,7 @@ class FrameworkComparison:
 
     def _gradients(self) -> list[Gradients]:
         found = []
-        sharded, group = self._variant.family is Family.FSDP, self._variant.group or self._settings.ranks
+        sharded, group = self._variant.family is Family.FSDP, self._group
         average = partial(averages.fsdp_average, node=group) if sharded else averages.ddp_average
         for step, samples in enumerate(zip(*(seen.gradients for seen in self._seen), strict=True), start=1):
             expected = average([each.local for each in samples], samples[0].groups, WIRES[self._variant.wire])

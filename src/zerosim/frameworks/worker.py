@@ -155,10 +155,17 @@ def _gradients(task: Task, rank: int) -> list[StepGradients]:
         loss_of(twin(x), y).backward()
         training.backward(training.forward(x, y))
         averaged = [_array(_local(param.grad)) for param in training.net.parameters()]
-        norms = {str(kind): _norm(training.net, kind) for kind in (2.0, math.inf)}
+        norms = {str(kind): _norm(training.net, kind) for kind in _kinds(task)}
         found.append(StepGradients([_array(param.grad) for param in twin.parameters()], averaged, [], norms))
         training.update()
     return [each._replace(groups=training.groups(step)) for step, each in enumerate(found)]
+
+
+def _kinds(task: Task) -> tuple[float, ...]:
+    """The types of norm to ask for. Of no rows, which a rank can have as its shard, torch refuses the largest."""
+    parts = task.variant.group or task.ranks
+    empty = any(-(-rows // parts) * (parts - 1) >= rows for rows in task.widths[1:])
+    return (2.0,) if empty and task.variant.family is Family.FSDP else (2.0, math.inf)
 
 
 def _norm(net: Any, kind: float) -> float:
@@ -168,7 +175,7 @@ def _norm(net: Any, kind: float) -> float:
 
 
 def _decided(task: Task, rank: int) -> dict[str, list[tuple[bool, float]]]:
-    """What torch's two scalers make of a step in which one element of one rank's shard overflows."""
+    """What torch's two scalers make of a step in which one element of one rank's shard, and its replicas, overflows."""
     found: dict[str, list[tuple[bool, float]]] = {}
     for kind in (torch.amp.GradScaler, ShardedGradScaler):
         training = BUILD[task.variant.family](task)
@@ -176,7 +183,7 @@ def _decided(task: Task, rank: int) -> dict[str, list[tuple[bool, float]]]:
         steps = found[kind.__name__] = []
         for step, (x, y) in enumerate(_rows(task, rank, SCALED_STEPS)):
             training.backward(scaler.scale(training.forward(x, y)))
-            if step == OVERFLOW_STEP and rank == OVERFLOW_RANK:
+            if step == OVERFLOW_STEP and rank % (task.variant.group or task.ranks) == OVERFLOW_RANK:
                 _local(next(training.net.parameters()).grad).view(-1)[0] = math.inf
             before = [_local(param).clone() for param in training.net.parameters()]
             scaler.step(training.adam)

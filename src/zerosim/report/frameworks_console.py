@@ -115,13 +115,13 @@ def _agreed(rows: Iterable[Framework]) -> Table:
     for row in rows:
         if not row.norms:
             continue
-        two = [norm for norm in row.norms if norm.kind == "2.0"]
+        two, largest = ([norm for norm in row.norms if norm.kind == kind] for kind in ("2.0", "inf"))
         skipped = dict.fromkeys(str(each.step) for each in row.decisions if any(each.skipped))
         table.add_row(
             row.name.replace(", ", ",\n"),
             f"{two[0].theirs:.7g}",
             f"{max(norm.ulps for norm in two)}",
-            f"{max(norm.ulps for norm in row.norms if norm.kind == 'inf')}",
+            f"{max(norm.ulps for norm in largest)}" if largest else "–",
             ", ".join(skipped) or "–",
             ", ".join(dict.fromkeys(str(each.step) for each in row.decisions if each.ours_skipped)) or "–",
         )
