@@ -43,6 +43,7 @@ TURN = 0.1  # seconds at least: the first step of a turn finds another side's da
 SAME = 1e-4  # of a loss: what another order of summation, and of rounding, may change
 ROUNDED = 1e-3  # and what fp32 does where the others have fp16 copies
 BYTES_PER_PARAMETER = 24  # of a rank, that a side takes under data parallel: states, and what a step makes of them
+GROUPED = 1.3  # times ZeRO-3's: what a step with groups may cost at most
 PARTS = (*PRECISIONS, "memory", "scale")
 
 
@@ -212,6 +213,44 @@ def profile(options: argparse.Namespace) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
 
+def groups(options: argparse.Namespace, console: Console) -> int:
+    """Print what a step of HSDP in nodes of 8 takes over one of ZeRO-3; 1 if it is more than ``GROUPED`` times that.
+
+    Both in this process, which they take turns in, and by its own time.
+    """
+    from zerosim.kernels.choice import installed
+    from zerosim.model import MLP
+    from zerosim.stages import HSDP, ZeRO3
+
+    case, much = CASES[options.cases[0]], False
+    for precision in (part for part in options.parts if part in PRECISIONS):
+        job = case.job("ZeRO-3", precision)
+        batch = list(zip(*job.batch(), strict=True))
+        for kernels in ("numba", "numpy") if installed() else ("numpy",):
+            shared: dict[str, Any] = {"precision": precision, "kernels": kernels}
+            runs = [row(MLP(job.widths), job.ranks, node=node, **shared) for row, node in ((ZeRO3, None), (HSDP, 8))]
+            for run in runs:
+                _seconds(run.step, batch)
+            turns = np.array([[_seconds(run.step, batch) for run in runs] for _ in range(12 * case.rounds)])
+            plain, grouped = np.median(turns, axis=0)
+            low, ratio, high = np.quantile(turns[:, 1] / turns[:, 0], (0.25, 0.5, 0.75))
+            much = much or bool(ratio > GROUPED)
+            console.print(
+                f"{case.name}, {precision}, {kernels}: ZeRO-3 {1e3 * plain:.2f} ms, HSDP {1e3 * grouped:.2f} ms, "
+                f"{ratio:.2f} times (quartiles {low:.2f} and {high:.2f})", markup=False, soft_wrap=True,
+            )  # fmt: skip
+    return int(much)
+
+
+def _seconds(step: Callable[[Any], Any], batch: Any) -> float:
+    """What a turn of steps takes of this process's time, for each of them."""
+    start, steps = time.process_time(), 0
+    while time.process_time() - start < TURN:
+        step(batch)
+        steps += 1
+    return (time.process_time() - start) / steps
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     formatter = argparse.RawDescriptionHelpFormatter
@@ -227,6 +266,7 @@ def arguments() -> argparse.Namespace:
     last = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     parser.add_argument("--cpu", type=int, default=last, help="the core to stay on (Linux; default: the last)")
     parser.add_argument("--profile", choices=STAGES, help="profile this scheme in the first case and part, and stop")
+    parser.add_argument("--groups", action="store_true", help="time HSDP beside ZeRO-3 in the first case, and stop")
     return parser.parse_args()
 
 
@@ -242,6 +282,11 @@ def present(names: Sequence[str], console: Console) -> list[str]:
 def main() -> int:
     """Parse, measure, print, record."""
     options, console, errors = arguments(), Console(), Console(stderr=True)
+    if options.groups:
+        if all(os.environ.get(name) == "1" for name in THREADS):
+            return groups(options, console)
+        with on_cpu(options.cpu):  # NumPy has made its threads by now
+            return subprocess.call([sys.executable, *sys.argv], env=os.environ | dict.fromkeys(THREADS, "1"))
     os.environ.update(dict.fromkeys(THREADS, "1"))
     if options.profile:
         profile(options)

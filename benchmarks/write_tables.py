@@ -39,6 +39,7 @@ floor in the same turn. Machines differ: read the ratios.
     make bench ARGS=--record                              # keep what is found, and write this page from it
     make bench ARGS="--against recorded"                  # beside what is kept: 1 if a row has become slower
     make bench ARGS="--clock cpu"                         # each process's own time, for a machine that is busy
+    make bench ARGS=--groups                              # HSDP in nodes of 8 beside ZeRO-3: 1 if over 1.3 times
 
 Rivals that are not installed are left out (`pip install 'zerosim[bench]'` has them). What to bear in mind:
 

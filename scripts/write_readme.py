@@ -112,7 +112,7 @@ def names() -> dict[str, Any]:
         "fp16_digits": np.finfo(FP16).nmant + 1,
         "card_bytes": CARD,
         "frame": FRAME,
-        "planted": planted("faults"),
+        "planted": planted("faults") + planted("faults_axes"),
         "planted_step": planted("faults_step"),
         "mutants": mutants(),
         "torchtitan": TORCHTITAN,

@@ -72,7 +72,7 @@ LONG = {
     "theory/forms",
 }
 
-KNOW_TORCH = ["worlds/torch_ring", "frameworks/", "torch_models/", "planner/", "conformance/"]
+KNOW_TORCH = ["worlds/torch_ring", "frameworks/", "torch_models/", "planner/", "conformance/", "checkpoints/dcp"]
 HEAVY = {"torch", "transformers", "numba", "matplotlib", "plotly", "sklearn", "scipy", "pandas", "click", "rich", "jax"}
 
 

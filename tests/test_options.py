@@ -3,8 +3,8 @@
 import inspect
 import pydoc
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, fields, replace
-from itertools import product
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -597,3 +597,31 @@ def test_a_group_of_nothing_is_refused() -> None:
     """A parameter without elements cannot be shared out: refused by name, with what to do."""
     with pytest.raises(ValueError, match=r"^Scheme\(model\): nothing has no elements.* Leave it out"):
         ZeRO3(Scales([Scale("one", Group("nothing", ((0,),)))]), N)
+
+
+# -- the optimizer within the backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class InBackward(Options):
+    """As a plan's options are."""
+
+    in_backward: bool = True
+
+
+@pytest.mark.parametrize("stage", SCHEMES, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("ranks", [1, N])
+def test_updates_within_the_backward_change_no_bit_and_keep_no_gradients(stage: Stage, ranks: int) -> None:
+    """The parameters and what is sent are the same as ever; at rest there are no gradients, and at most those of one
+    layer at a time."""
+    usual, early = (trained(stage, ranks=ranks, options=each) for each in (Options(), InBackward()))
+    assert np.array_equal(usual.full_theta(), early.full_theta())
+    assert usual.bytes_comm_per_rank() == early.bytes_comm_per_rank()
+    rest, before = early.reports[-1].resident, usual.reports[-1].resident
+    assert rest == {band: nbytes for band, nbytes in before.items() if band != Band.GRADS}
+    signs = {EventKind.HOLD: 1, EventKind.FREE: -1}
+    changes = [
+        signs.get(event.kind, 0) * event.nbytes for event in early.reports[-1].events if event.name == Band.GRADS
+    ]
+    shared = ranks if stage.grads else 1
+    assert max(accumulate(changes)) == 2 * max(-(-size // ranks) * ranks for size in SIZES) // shared

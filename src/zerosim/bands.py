@@ -67,6 +67,7 @@ class Band(StrEnum):
 MODEL_STATES = (
     Band.PARAMS, Band.GRADS, Band.MAIN_GRADS, Band.MASTER, Band.EXP_AVG, Band.EXP_AVG_SQ, Band.MOMENTUM,
 )  # fmt: skip
+NOT_SAVED = (Band.GRADS, Band.MAIN_GRADS)  # in no checkpoint: the next step makes them anew
 
 FP32: DType = np.dtype(np.float32)
 FP16: DType = np.dtype(np.float16)

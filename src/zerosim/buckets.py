@@ -131,7 +131,7 @@ def build(
             owned = [row.piece(band, rank, world_size, options.node) for rank in ranks.ids]
             length = padded // owned[0][1]
             place = Place.HOST if row.offloads(band) else Place.CARD
-            bucket.states[band] = state = ranks.hold(band, (length,), group.name, place=place)
+            bucket.states[band] = state = ranks.hold(band, (length,), group.name, group.dtype, place)
             bucket.pieces[band] = np.array([piece for piece, _ in owned])
             if band in COPIES:
                 for mine, (piece, _) in zip(state, owned, strict=True):

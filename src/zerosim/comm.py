@@ -121,6 +121,7 @@ class Comm:
     def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
         self.ring, self.wire, self.blocks, self.ledger = ring, wire, blocks, ledger
         self._convert = blocks.kernels.convert
+        self._leaves = np.asarray(ring.leaves, np.int64)
 
     def own(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "... C"]:
         """The chunk of ``buffer`` [R, n*C] that each rank owns, as a view, laid out as the ring's grid is."""
@@ -170,8 +171,12 @@ class Comm:
                         np.add(arrived[rows], mine, out=total[rows])
                     block, spare = spare, block
             total = block if self.wire == FP32 else block.astype(FP32)
-            np.multiply(total, np.float32(scale), out=total)
-            self._convert(total.reshape(out.shape), out)
+            factor = np.float32(scale)
+            if out.dtype == FP32:
+                np.multiply(total.reshape(out.shape), factor, out=out)
+            else:
+                np.multiply(total, factor, out=total)
+                self._convert(total.reshape(out.shape), out)
 
     def all_gather(
         self,
@@ -189,10 +194,13 @@ class Comm:
         ``own`` [R, C] is where they lie; without it each is in its place in ``buffer`` already.
         """
         n, place = self.ring.size, self.own(buffer)
-        if own is None:
+        if own is None and self.wire == buffer.dtype:
+            own = place  # what is sent are an owner's own bits
+        elif own is None:
             own = np.empty_like(place)  # a register: an owner keeps its own bits, not those that were sent
             np.copyto(own, place)
-        own = own.reshape(place.shape)
+        else:
+            own = own.reshape(place.shape)
         with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
             own = self._leave(own, block)
             for sent in range(0 if self._copy_at_once(buffer, size, start, block, traffic) else n - 1):
@@ -203,7 +211,8 @@ class Comm:
                     block, spare = spare, block
                 elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
                     self.ring.spread(self._landed(arrived, buffer), buffer)
-        self._convert(own, place)
+        if own is not place:
+            self._convert(own, place)
 
     def _landed(self, block: Shaped[Array, "R n"], buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
         """A block in the dtype of the buffer that it is written to: itself, or a register."""
@@ -295,7 +304,7 @@ class Comm:
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
                 f"got strides {buffer.strides} for shape {buffer.shape}. Pass what hold returned, not a view of it."
             )
-        sending = self.ledger.sending(collective, band, unit, self.ring.leaves, self.ring.leaving)
+        sending = self.ledger.sending(collective, band, unit, self._leaves, self.ring.leaving)
         self.blocks.unit = unit
         return _Flight(self, sending, buffer.shape[1], size, start)
 
@@ -357,7 +366,7 @@ class _Flight:
 
 def _unpadded(padded: int, size: int, start: Any) -> bool:
     """Whether a buffer that begins at ``start``, for each rank or for all, lies within ``size``."""
-    return (start if isinstance(start, int) else int(np.max(start))) + padded <= size
+    return (int(start.max()) if isinstance(start, np.ndarray) else start) + padded <= size
 
 
 @cache

@@ -48,6 +48,7 @@ class Gradients:
         first = self._inner if row.two_axes else self._all  # the ring that runs first has the scale of accumulation
         self._scale = 1 / (first.ring.size * options.accumulate)
         # Backward comes to the layers in reverse, so the first to use a group is the last to write its gradients.
+        self._members = np.asarray(self._inner.ring.members)
         self._completes = {group: layer for layer in reversed(layers) for group in layer.groups}
         self.begin()
 
@@ -65,28 +66,41 @@ class Gradients:
 
     def _room(self, bucket: Bucket) -> Array:
         group = bucket.group
-        kept = bucket.states[Band.GRADS]
         usable = not self._row.grads and not self._row.offloads(Band.GRADS)
         if group not in self._local and usable and (self._row.two_axes or group not in self._reduced):
-            full = self._local[group] = kept
+            full = self._local[group] = self._kept(bucket)
         else:
             full = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
             (self._again if group in self._local else self._local)[group] = full
         full[:, bucket.size :] = 0
         return full
 
-    def written(self, layer: Layer, *, last: bool) -> None:
-        """The layer's backward has written; ``last`` says that this was the last micro-batch."""
+    def _kept(self, bucket: Bucket) -> Array:
+        """Where averages are kept: from the start, or from now on until they are dropped."""
+        if (kept := bucket.states.get(Band.GRADS)) is None:
+            pieces = self._row.piece(Band.GRADS, 0, self._all.ring.size, self._inner.ring.size)[1]
+            kept = bucket.states[Band.GRADS] = self._ranks.hold(Band.GRADS, (bucket.padded // pieces,), bucket.name)
+        return kept
+
+    def drop(self, bucket: Bucket) -> None:
+        """They have been used, and nobody needs them any more."""
+        self._ranks.free(bucket.states.pop(Band.GRADS))
+
+    def written(self, layer: Layer, *, last: bool) -> list[Bucket]:
+        """The layer's backward has written; ``last``: this was the last micro-batch. What has been reduced now."""
+        reduced = []
         for group in layer.groups:
             if (again := self._again.pop(group, None)) is not None:
                 _add(self._local[group], again)
                 self._ranks.free(again)
             if group in self._local and self._completes[group] is layer and (self._each or last):
-                self._reduce(self._buckets[group], self._local.pop(group), last=last)
+                reduced.append(bucket := self._buckets[group])
+                self._reduce(bucket, self._local.pop(group), last=last)
+        return reduced
 
     def owned(self, bucket: Bucket) -> Shaped[Array, "... n"]:
         """Of the gradients that are kept, those that this rank's optimizer reads."""
-        kept = bucket.states[Band.GRADS]
+        kept = self._kept(bucket)
         if self._row.grads is self._row.optimizer:
             return kept
         if not self._row.two_axes:
@@ -95,7 +109,7 @@ class Gradients:
 
     def _reduce(self, bucket: Bucket, full: Shaped[Array, "R L"], *, last: bool) -> None:
         """Average over ranks and micro-batches: everywhere, or only where it will be needed."""
-        kept = bucket.states[Band.GRADS]
+        kept = self._kept(bucket)
         label = {"band": Band.GRADS, "unit": bucket.name}
         if self._row.two_axes:
             self._reduce_group(bucket, full, label)
@@ -134,7 +148,7 @@ class Gradients:
     def _reduce_replicas(self, bucket: Bucket, partial: Shaped[Array, "R G"], label: Mapping[str, Any]) -> None:
         """Average over the replicas, and round to the dtype in which gradients are kept."""
         outer, target = self._outer, self.owned(bucket)
-        where = {"start": np.asarray(self._inner.ring.members) * partial.shape[1], "scale": 1 / outer.ring.size}
+        where = {"start": self._members * partial.shape[1], "scale": 1 / outer.ring.size}
         if self._row.optimizer is Over.ALL:
             outer.reduce_scatter(partial, target, bucket.size, **where, **label)
         else:

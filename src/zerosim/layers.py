@@ -32,19 +32,26 @@ class Role(StrEnum):
 class Group:
     """Parameters that share one flat buffer, end to end in the order of ``shapes``.
 
-    Two layers that list the same object share its parameters (tied weights). ``dtype`` is
-    that of a buffer; parameters have whichever the precision gives them.
+    Two layers that list the same object share its parameters (tied weights). ``dtype`` is that of a buffer,
+    or of frozen parameters that are kept and gathered in one of their own; others have whichever the precision
+    gives them. ``stands_for``: how many parameters are packed in these elements, if it isn't as many.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     role: Role = Role.TRAINABLE
     dtype: DType | None = None
+    stands_for: int | None = None
 
     @property
     def size(self) -> int:
         """P, the logical number of elements."""
         return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def params(self) -> int:
+        """How many parameters, or numbers of buffers, it has."""
+        return self.size if self.stands_for is None else self.stands_for
 
 
 Flat = Any  # the Array [R, P or more] of a layer's one group, or a list of them, one for each of its several

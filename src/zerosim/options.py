@@ -183,9 +183,15 @@ class Options:
         return PRECISIONS[self.precision]
 
     @property
+    def in_backward(self) -> bool:
+        """Whether a layer is updated as soon as its gradients are there, which are then freed: in a plan alone."""
+        return False
+
+    @property
     def states(self) -> tuple[Band, ...]:
         """The model states that exist under this precision and optimizer, in the order of allocation."""
-        return (*self.recipe.states, *self.optimizer.states)
+        states = (*self.recipe.states, *self.optimizer.states)
+        return tuple(band for band in states if band is not Band.GRADS) if self.in_backward else states
 
 
 def chosen(options: Options | None, keywords: Mapping[str, Any]) -> Options:

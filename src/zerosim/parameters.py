@@ -16,7 +16,7 @@ from zerosim.buckets import Bucket
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer, Role
 from zerosim.options import Options
-from zerosim.ranks import Ranks
+from zerosim.ranks import Ranks, Workspace
 from zerosim.stages import Over, Stage
 from zerosim.util.casts import convert
 
@@ -119,7 +119,7 @@ class Parameters:
         for group in (group for layer in layers for group in layer.groups):
             if group.role is not Role.BUFFER and group not in self._full:
                 bucket = self._buckets[group]
-                self._full[group] = full = self._ranks.hold(Band.GATHERED, (bucket.padded,), bucket.name)
+                self._full[group] = full = self._ranks.hold(Band.GATHERED, (bucket.padded,), bucket.name, group.dtype)
                 if group in self._second:
                     self._gather(self._inner, bucket, full, self._second[group])
                 else:
@@ -131,13 +131,15 @@ class Parameters:
         if not self._row.offloads(Band.PARAMS):
             self._gather(comm, bucket, full, own)
             return
-        here = self._ranks.hold(Band.GATHERED, own.shape[1:], bucket.name)
+        here = self._ranks.hold(Band.GATHERED, own.shape[1:], bucket.name, bucket.group.dtype)
         convert(own, here)
         self._ranks.ledger.copy(Place.CARD, Band.PARAMS, here.nbytes // len(here), bucket.name)
         self._gather(comm, bucket, full, here)
         self._ranks.free(here)
 
     def _gather(self, comm: Comm, bucket: Bucket, full: Array, own: Array | None = None) -> None:
+        if (dtype := bucket.group.dtype) is not None:  # what has a dtype of its own travels as it is
+            comm = type(comm)(comm.ring, dtype, Workspace(self._ranks, Band.BLOCKS, dtype), self._ranks.ledger)
         comm.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name)
 
     def _gather_replicas(self, bucket: Bucket, shard: Array) -> None:
@@ -152,7 +154,7 @@ class Parameters:
             if self._row.reshard_after_forward == "group" and not self._backward and group not in self._second:
                 own = self._inner.own(full)
                 self._second[group] = second = self._ranks.hold(
-                    Band.SECONDARY, own.shape[-1:], self._buckets[group].name
+                    Band.SECONDARY, own.shape[-1:], self._buckets[group].name, group.dtype
                 )
                 np.copyto(second.reshape(own.shape), own)
             self._ranks.free(full)

@@ -20,7 +20,8 @@ from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.ledger import Ledger
 from zerosim.pool import Pool
 
-ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS)  # of several dtypes; what dtypes says is what is usual
+# Of several dtypes, as parameters are if some are frozen and kept in another; what dtypes says is what is usual.
+ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS, Band.PARAMS, Band.GATHERED, Band.SECONDARY)
 
 
 class OutOfMemory(MemoryError):

@@ -133,9 +133,9 @@ class Scheme:
         self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
         self._update = Update(row, self.buckets, self._parameters, self._gradients, self.ranks, options, ranks)
         self._scalars = comms(FP32)[0]
-        self._agreement: Agreement | None = None
+        self.agreement: Agreement | None = None
         if options.clip is not None or options.loss_scale is not None:
-            self._agreement = Agreement(row, self.buckets, comms(FP32), self._gradients, self.ranks, options)
+            self.agreement = Agreement(row, self.buckets, comms(FP32), self._gradients, self.ranks, options)
 
     @property
     def states(self) -> tuple[Band, ...]:
@@ -188,9 +188,7 @@ class Scheme:
         x, y = self.model.check(batch, ranks)
         arguments.divides("step(batch)", "accumulate", k, x.shape[1])
         rows = x.shape[1] // k
-        return [
-            MicroBatch(x[:, start : start + rows], y[:, start : start + rows]) for start in range(0, k * rows, rows)
-        ]
+        return [MicroBatch(x[:, at : at + rows], y[:, at : at + rows]) for at in range(0, k * rows, rows)]
 
     def _total(self, parts: Sequence[MicroBatch]) -> Array | None:
         """What all ranks' micro-batches weigh together, as each rank here has heard [R]; None where they are even."""
@@ -247,16 +245,18 @@ class Scheme:
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx
-            self._gradients.written(layer, last=last)
+            reduced = self._gradients.written(layer, last=last)
+            if self.options.in_backward:
+                self._update.at_once(reduced, step=self.updates + 1, rate=self._rate())
 
     def _apply(self, report: Report) -> None:
         """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
         self.steps += 1
         factor = None
         with self.ledger.during(Phase.HOST_OPTIMIZER if "optimizer" in self.shard.offload else Phase.OPTIMIZER):
-            if self._agreement is not None:
+            if self.agreement is not None:
                 report.scale = 1.0 if self.scaler is None else self.scaler.scale
-                agreed = self._agreement.reach(report.scale)
+                agreed = self.agreement.reach(report.scale)
                 factor, report.norm = agreed.factor, None if agreed.norm is None else float(agreed.norm[0])
                 if self.scaler is not None:
                     self.scaler.update(finite=agreed.finite)
@@ -264,6 +264,8 @@ class Scheme:
                         report.skipped = True
                         return
             self.updates += 1
+            if self.options.in_backward:  # all has been done
+                return
             self._update.apply(factor, step=self.updates, rate=self._rate())
             for bucket in self.buckets:
                 if bucket.trainable:
@@ -332,15 +334,13 @@ class Scheme:
         """
         if band not in self.states:
             raise ValueError(f"Scheme.flat(band): the states here are {', '.join(self.states)}; got {str(band)!r}.")
-        return np.concatenate(
-            [self._whole(bucket, Band(band)) for bucket in self.buckets if Band(band) in bucket.states]
-        )
+        return np.concatenate([self.whole(each, Band(band)) for each in self.buckets if Band(band) in each.states])
 
     def full_theta(self) -> Float[Array, "P"]:
         """The fp32 parameters, flat, unpadded, a copy: [n_params]. The master weights where there are any."""
         return np.concatenate(
             [
-                self._whole(bucket, Band.MASTER if Band.MASTER in bucket.states else Band.PARAMS).astype(FP32)
+                self.whole(bucket, Band.MASTER if Band.MASTER in bucket.states else Band.PARAMS).astype(FP32)
                 for bucket in self.buckets
                 if Band.PARAMS in bucket.states
             ]
@@ -354,7 +354,7 @@ class Scheme:
         pieces = [self.shard.piece(Band.MASTER, rank, n, node)[0] for rank in self.ring.ids]
         return self._gradients.owned(bucket).reshape(len(pieces), -1), pieces
 
-    def _whole(self, bucket: Bucket, band: Band) -> Shaped[Array, "n"]:
+    def whole(self, bucket: Bucket, band: Band) -> Shaped[Array, "n"]:
         """One state of one bucket, unpadded, put together from the pieces that the ranks own."""
         state, pieces = self.owned_states(bucket, band)
         count = bucket.padded // state.shape[1]

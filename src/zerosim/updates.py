@@ -16,6 +16,7 @@ from jaxtyping import Shaped
 
 from zerosim.bands import FP32, MODEL_STATES, Array, Band, Place
 from zerosim.buckets import Bucket
+from zerosim.counts import Phase
 from zerosim.gradients import Gradients
 from zerosim.options import Options
 from zerosim.parameters import Parameters
@@ -37,9 +38,12 @@ class Update:
         self._parameters, self._gradients = parameters, gradients
         self._ranks, self._ledger = ranks, ranks.ledger
 
-    def apply(self, factor: Shaped[Array, "R 1"] | None, *, step: int, rate: float) -> None:
-        """Update what each rank owns, with gradients read times ``factor`` and learning rates times ``rate``."""
-        for bucket in self._buckets:
+    def apply(
+        self, factor: Shaped[Array, "R 1"] | None, *, step: int, rate: float, buckets: Sequence[Bucket] | None = None
+    ) -> None:
+        """Update what each rank owns, of all ``buckets`` unless told which, with gradients read times ``factor`` and
+        learning rates times ``rate``."""
+        for bucket in self._buckets if buckets is None else buckets:
             owned = [self._parameters.owned(bucket), self._gradients.owned(bucket)]
             shape = max((each.shape for each in owned), key=len)  # pieces of what is whole lie as their ring does
             with self._where_updated(bucket, *(each.reshape(shape) for each in owned)) as (params, grads):
@@ -69,6 +73,14 @@ class Update:
                 if master is not params:
                     self._ranks.kernels.convert(master, params)
                 self._ledger.computed(bucket.name)
+
+    def at_once(self, buckets: Sequence[Bucket], *, step: int, rate: float) -> None:
+        """Update what has just been reduced, and give up its gradients."""
+        with self._ledger.during(Phase.OPTIMIZER):
+            self.apply(None, step=step, rate=rate, buckets=buckets)
+            for bucket in buckets:
+                self._parameters.update(bucket)
+                self._gradients.drop(bucket)
 
     def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float, bool]]:
         """What ranks own of a bucket, cut where rate or weight decay change: with both, and if it is a rank's first."""

@@ -1,7 +1,9 @@
 """The benchmarks: all sides train the same, one that does not is caught, and the page is what was found."""
 
+import argparse
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from zerosim.kernels import choice
 from zerosim.model import MLP
 from zerosim.schemes import SCHEMES, Stage
 
@@ -269,6 +272,20 @@ def test_the_bars_are_what_was_recorded() -> None:
     heights = [[bar.get_height() for bar in container] for container in axes.containers]
     assert heights == [[1, 2, 7], [1, 3, 5]]
     assert axes.get_yscale() == "log"
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("most", "code"), [(1e9, 0), (0, 1)])
+def test_groups_beside_none(most: float, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with groups is timed beside one without; 1 if it takes too long."""
+    monkeypatch.setattr(bench, "CASES", {"tiny": Case("tiny", (7, 11, 5), 16, 2, rounds=1)})
+    monkeypatch.setattr(bench, "TURN", 1e-4)
+    monkeypatch.setattr(bench, "GROUPED", most)
+    monkeypatch.setattr(choice, "installed", lambda: False)  # compiling takes longest
+    options, printed = argparse.Namespace(cases=["tiny"], parts=["mixed", "memory"]), io.StringIO()
+    assert bench.groups(options, Console(file=printed, width=200)) == code
+    [line] = printed.getvalue().splitlines()
+    assert re.fullmatch(r"tiny, mixed, numpy: ZeRO-3 .* ms, HSDP .* ms, .* times \(quartiles .* and .*\)", line)
 
 
 @pytest.mark.parametrize("argument", ["--parts=fp64", "--cases=N=3", "--rivals=pencil", "--schemes=ZeRO-4"])

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import batches
-from zerosim.bands import PRECISIONS, Band
+from zerosim.bands import NOT_SAVED, PRECISIONS, Band
 from zerosim.checkpoints import files
 from zerosim.checkpoints.consolidate import consolidate
 from zerosim.checkpoints.files import CheckpointError
 from zerosim.checkpoints.load import load
-from zerosim.checkpoints.save import NOT_SAVED, save
+from zerosim.checkpoints.save import save
 from zerosim.cli.main import main
 from zerosim.model import MLP
 from zerosim.optimizer import AdamW, ParamGroup, Schedule
@@ -202,6 +204,39 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: py
     save(scheme, tmp_path)
     assert states(load(tmp_path)) == states(scheme)
     assert len(list(tmp_path.iterdir())) == 4 + 1
+
+
+def test_a_limit_of_the_systems_own_leaves_what_was_there(tmp_path: Path) -> None:
+    """Where the system itself lets no file grow so large, the error is its own, and what was there before loads."""
+    scheme = trained(ZeRO3, 2)
+    save(scheme, tmp_path / "run")
+    consolidate(tmp_path / "run", tmp_path / "one")
+    before, one = states(scheme), (tmp_path / "one").read_bytes()
+    [batch] = batches(2, 1, widths=WIDTHS)
+    scheme.step(batch)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            save(scheme, tmp_path / "run")
+        with pytest.raises(OSError, match="too large"):
+            consolidate(tmp_path / "run", tmp_path / "one")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert states(load(tmp_path / "run")) == before
+    assert len(list((tmp_path / "run").iterdir())) == 2 + 1
+    assert (tmp_path / "one").read_bytes() == one
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_older_checkpoint_is_read_while_another_is_written(tmp_path: Path) -> None:
+    """Until the new index is there the old one counts, whatever has been written beside it."""
+    scheme = trained(ZeRO3, 3)
+    save(scheme, tmp_path)
+    (tmp_path / files.WRITING).touch()
+    (tmp_path / "step-00000009-rank-00000-00000000.safetensors").write_bytes(b"not whole yet")
+    assert states(load(tmp_path)) == states(scheme)
 
 
 def test_a_folder_that_is_being_written_is_left_alone(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_ones_own_module_and_options(own_model: str, tmp_path: Path) -> None:
     """An ``nn.Module`` trains on real ranks as in the simulator, with every option that a schedule has."""
     options = ["--accumulate", "2", "--prefetch", "1", "--checkpoint", "--padding", "each"]
-    options += ["--node", "1", "--clip", "0.5", "--scheme", "ZeRO-3", "--precision", "fp32"]
+    options += ["--node", "1", "--clip", "0.5", "--scheme", "ZeRO-3", "--precision", "mixed"]
+    options += ["--wire-params", "int8"]
     arguments = ["--ranks", "2", "--steps", "2", "--model", f"{own_model}:make", *options]
     result = run(*arguments, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -150,6 +151,7 @@ def test_ones_own_module_and_options(own_model: str, tmp_path: Path) -> None:
     assert settings.model == "own_model:make"
     assert settings.schedule == {
         "accumulate": 2, "prefetch": 1, "checkpoint": True, "padding": "each", "node": 1, "clip": 0.5,
+        "wire_params": "int8",
     }  # fmt: skip
 
 

@@ -1,16 +1,22 @@
 """``zerosim plan`` as it is typed: what it answers, and how it refuses."""
 
+import io
 import json
 import os
+import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
+import zerosim as zs
 from zerosim.cli import plan as cli
 from zerosim.cli.main import main
 from zerosim.planner import plan, question
 from zerosim.records import plan as records
+from zerosim.report import plan_console
 from zerosim.schemes import ZeRO1, ZeRO2
 from zerosim.util import sizes
 
@@ -30,22 +36,44 @@ def run(*arguments: str) -> Result:
 
 
 def test_it_answers_at_a_glance() -> None:
-    """With --sweep the table has every scheme on the number of GPUs and the powers of two around it; the answers stand
-    below it."""
+    """The answer stands above the table, in which --sweep has every scheme on N and the powers of two around it."""
     result = run(MODEL, "--gpus", "3", "--sweep", "--memory", "290kB")
     assert result.exit_code == 0, result.output
-    assert f"{PARAMS:,} parameters" in result.output
-    for answer in (
-        "smallest N that fits (by model states alone): data parallel none",
-        "first scheme that fits on 3: ZeRO-2, with",
-        "largest micro-batch on 3: data parallel none, ZeRO-1 none, ZeRO-2",
-        "to blame at the peak of ZeRO-3 on 3 (",
-        "290 kB (283 KiB)",
-    ):
-        assert answer in result.output
-    rows = [line.split() for line in result.output.splitlines() if "ZeRO-1" in line]
+    lines = result.output.strip().splitlines()
+    assert f"{PARAMS:,} parameters" in lines[0]
+    assert "zero's rules, precision mixed, adam, 290 kB (283 KiB)" in lines[2]
+    assert lines[4].startswith("✓ fits on 3 with ZeRO-2 and ZeRO-3; ZeRO-2 leaves ")
+    assert lines[5].startswith("→ largest micro-batch on 3: ZeRO-2 ")
+    assert lines[6].startswith("→ smallest N that fits (by model states alone): data parallel none")
+    assert "to blame at the peak of ZeRO-3 on 3 (" in result.output
+    rows = [line.split() for line in lines if "ZeRO-1" in line]
     assert [row[0] for row in rows if row[0].isdecimal()] == []  # N stands beside data parallel, the first scheme
-    assert [line.split()[0] for line in result.output.splitlines() if " data parallel " in line][:5] == list("12348")
+    assert [line.split()[0] for line in lines if " data parallel " in line and "B" in line][:5] == list("12348")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_number_is_cut(width: int) -> None:
+    """On a narrow screen columns are left out, whole, and never the scheme, what it holds and what room there is."""
+    found = zs.plan(MODEL, gpus=[3, 24], memory="290kB").record
+    out = io.StringIO()
+    with mock.patch.object(plan_console, "WIDTH", width):
+        plan_console.show(found, Console(file=out), verbose=True)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert re.search(r"\d[^ ]*…", text) is None  # a word may be, a number never
+    for cell in found.cells:
+        assert re.search(f"{cell.name} .*{sizes.text(cell.at_rest)} +{sizes.text(cell.peak.total)}", text), cell.name
+    assert ("█" in text) == (width >= 80)
+    assert ("sent" in text.partition("-v")[0].partition("to blame")[0]) == (width >= 80)
+
+
+def test_what_stands_behind_the_answer_is_shown_when_asked_for() -> None:
+    """Bands, collectives, units and times are a -v away, and the screen says so."""
+    behind = ("At the peak by band", "Sent by each GPU", "The least time of a step", "units by their parameters")
+    short, long = run(MODEL, "--gpus", "2").output, run(MODEL, "--gpus", "2", "-v").output
+    assert [each for each in behind if each in short] == []
+    assert "-v: by band and collective" in short
+    assert [each for each in behind if each not in long] == []
 
 
 def test_json_is_all_there_is_on_standard_output() -> None:
@@ -79,14 +107,14 @@ def test_plan_and_chart_are_written_where_they_were_asked_for(tmp_path: Path) ->
 
 def test_the_time_is_called_a_bound_and_its_card_named() -> None:
     """Without --card the one that the time is bounded with is said to be assumed."""
-    assert "a bound and no forecast" in run(MODEL, "--gpus", "2").output
-    assert "as of the H100, for want of a --card" in " ".join(run(MODEL, "--gpus", "2").output.split())
+    assert "a bound and no forecast" in run(MODEL, "--gpus", "2", "-v").output
+    assert "as of the H100, for want of a --card" in " ".join(run(MODEL, "--gpus", "2", "-v").output.split())
 
 
 def test_what_the_time_is_bounded_with_is_all_there() -> None:
     """Peak, efficiency, bandwidths and hops are shown, and what was given is not put down to a card."""
     preset, given = (
-        " ".join(run(MODEL, "--gpus", "2", "--card", "H100", *options).output.split())
+        " ".join(run(MODEL, "--gpus", "2", "--card", "H100", "-v", *options).output.split())
         for options in ([], ["--peak", "500", "--latency", "7"])
     )
     assert "450 GB/s within a node of 8, 400 GB/s between nodes; 0.6 and 2.7 µs a hop; as of the H100." in preset

@@ -135,6 +135,14 @@ def test_a_fifth_scheme_in_ten_lines() -> None:
     assert (params // master, params // grads) == (8, 4)
 
 
+def test_the_commands_that_it_shows_are_understood() -> None:
+    """Every option and value of every command line."""
+    lines = re.findall(r"`zerosim (.*?)`", TEXT)
+    assert len(lines) == 2
+    for command, *options in map(shlex.split, lines):
+        cli.main.commands[command].make_context(command, options)
+
+
 def test_the_command_line_that_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is that row, beside others, in every table and figure."""
     drawn: dict[str, Any] = {}

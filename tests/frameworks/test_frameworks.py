@@ -8,20 +8,23 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from zerosim import theory
 from zerosim.bands import WIRES, Array
-from zerosim.frameworks import averages
+from zerosim.frameworks import averages, likeness
 from zerosim.frameworks import run as frameworks
 from zerosim.frameworks.comparison import FrameworkComparison
 from zerosim.frameworks.observation import SETTLED, Observation
-from zerosim.frameworks.profiler_log import MARK, Log
+from zerosim.frameworks.profiler_log import MARK, RING, Log
 from zerosim.frameworks.variants import VARIANTS, Variant
 from zerosim.records.frameworks import (
     BEFORE,
     BYTES,
+    DECISIONS,
     ELSEWHERE,
     GRADIENTS,
     GRADS,
     MASTER,
+    NORMS,
     PARAMS,
     STATE,
     Family,
@@ -30,6 +33,7 @@ from zerosim.records.frameworks import (
 )
 from zerosim.records.real_ranks import Settings
 from zerosim.report import frameworks_console
+from zerosim.stages import HPZ, HSDP, ROWS, HSDPKept, Over, Stage, ZeRO1Group
 from zerosim.worlds import gloo
 from zerosim.worlds.gloo import HEADER, Call, Op
 
@@ -79,6 +83,9 @@ FOUR = (
     "FSDP2, reshard_after_forward=True, bf16",
 )
 FIVE = ("DDP, gradient_as_bucket_view", "FSDP2, reshard_after_forward=True")
+MESH, MESH_KEPT = (f"FSDP2, 2-D mesh of groups of 2, reshard_after_forward={reshard}" for reshard in (True, False))
+SECOND_COPY, IN_GROUP = "FSDP2, reshard_after_forward=2", "DDP + ZeroRedundancyOptimizer, process_group of 2"
+GROUPED = (IN_GROUP, SECOND_COPY, MESH_KEPT, MESH)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +98,22 @@ def five() -> Ran:
     return _run(5, PRIME, FIVE, BROKEN)
 
 
-@pytest.fixture(params=["four", pytest.param("five", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def mesh() -> Ran:
+    return _run(4, WIDE, (MESH,))
+
+
+@pytest.fixture(scope="module")
+def grouped() -> Ran:
+    return _run(4, WIDE, GROUPED)
+
+
+@pytest.fixture(scope="module")
+def six() -> Ran:
+    return _run(6, PRIME, GROUPED)
+
+
+@pytest.fixture(params=["four", "mesh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("five", "six"))])
 def ran(request: pytest.FixtureRequest) -> Ran:
     found: Ran = request.getfixturevalue(request.param)
     return found
@@ -107,7 +129,7 @@ def _rows(ran: Ran) -> Iterator[tuple[Variant, list[Observation]]]:
 def test_gradients_are_the_ring_over_local_ones(ran: Ran) -> None:
     """DDP and FSDP2 give, to the last bit, what the simulator's ring makes of the local gradients."""
     compared = [row for row in ran.found.rows if row.family in (Family.DDP, Family.FSDP) and not row.skipped]
-    assert len(compared) == len({*FOUR} - {"DDP + ZeroRedundancyOptimizer"} if ran.found.settings.ranks == 4 else FIVE)
+    assert {row.name for row in compared} == {name for name in ran.seen if "ZeroRedundancyOptimizer" not in name}
     for row in compared:
         assert [(step.step, step.differing) for step in row.gradients] == [(1, 0), (2, 0), (3, 0)], row.name
         assert all(step.compared for step in row.gradients)
@@ -118,9 +140,27 @@ def _in_order_of_ranks(summands: Array) -> Array:
     return np.asarray([*accumulate(summands, lambda one, other: (one + other).astype(one.dtype))][-1])
 
 
-def test_another_order_of_summation_is_noticed(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients' check fails where the same numbers are added in the order of the ranks."""
-    monkeypatch.setattr(averages, "ring_sum", _in_order_of_ranks)
+def _over_all_at_once(*given: Any, node: int) -> list[Array]:
+    return averages.fsdp_average(*given)
+
+
+ONE_RING = SimpleNamespace(fsdp_average=_over_all_at_once)
+
+
+@pytest.mark.parametrize(
+    ("which", "what", "other"),
+    [
+        ("four", "averages.ring_sum", _in_order_of_ranks),
+        pytest.param("five", "averages.ring_sum", _in_order_of_ranks, marks=pytest.mark.slow),
+        ("mesh", "comparison.averages", ONE_RING),
+    ],
+)
+def test_another_order_of_summation_is_noticed(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, which: str, what: str, other: Any
+) -> None:
+    """The gradients' check fails where the same numbers are added in the order of the ranks, or in one ring for two."""
+    ran: Ran = request.getfixturevalue(which)
+    monkeypatch.setattr(f"zerosim.frameworks.{what}", other)
     for row, seen in _rows(ran):
         if seen[0].gradients:
             compared_with = ran.compared_with(row, seen)
@@ -150,6 +190,40 @@ def test_a_collective_that_is_not_known_of_is_noticed(four: Ran) -> None:
         compared_with.record()
         assert {failure.check for failure in compared_with.failures} == {BYTES}
         assert {failure.rank for failure in compared_with.failures} == set(range(4))
+
+
+def test_a_ring_that_is_another_is_noticed(mesh: Ran) -> None:
+    """The bytes' check fails, on every rank, where what ran over a group is said to have run over all."""
+    [(row, seen)] = _rows(mesh)
+    if not any(each.counted[0].tcp_sent for each in seen):
+        pytest.skip(str(seen[0].unmeasured))
+    over_all = [each._replace(asked=[call._replace(ring=()) for call in each.asked]) for each in seen]
+    compared_with = mesh.compared_with(row, over_all)
+    compared_with.record()
+    assert {failure.check for failure in compared_with.failures} == {BYTES}
+    assert {failure.rank for failure in compared_with.failures} == set(range(4))
+
+
+def test_traffic_on_a_mesh(mesh: Ran) -> None:
+    """Parameters are gathered twice in the group and reduced there, and each half all-reduced over two replicas."""
+    half, ranks = 4 * P // 2, mesh.row(MESH).ranks
+    assert [rank.asked for rank in ranks] == [2 * half + half + 2 * half // 2] * 4
+    assert [rank.moved for rank in ranks] == [2 * half + 2 * half + 2 * half // 2] * 4
+    rings = {call.op: call.ring for call in mesh.seen[MESH][2].asked}
+    assert rings == {Op.ALL_GATHER: (2, 3), Op.REDUCE_SCATTER: (2, 3), Op.ALL_REDUCE: (0, 2)}
+
+
+@pytest.mark.slow
+def test_traffic_in_groups(grouped: Ran) -> None:
+    """With a second copy the backward pass gathers in the group; owners in a group broadcast there."""
+    half, three_quarters = 4 * P // 2, 3 * 4 * P // 4
+    for name, asked, moved in (
+        (SECOND_COPY, 2 * three_quarters + half, 3 * three_quarters + half),
+        (MESH_KEPT, half + half + 2 * half // 2, half + 2 * half + 2 * half // 2),
+    ):
+        ranks = grouped.row(name).ranks
+        assert [(rank.asked, rank.moved) for rank in ranks] == [(asked, moved)] * 4, name
+    assert sum(rank.asked for rank in grouped.row(IN_GROUP).ranks) == 4 * 2 * three_quarters + 2 * 4 * P
 
 
 def test_traffic_in_units_of_the_parameters(four: Ran) -> None:
@@ -184,6 +258,26 @@ def test_held_bytes(four: Ran) -> None:
     assert [rank.held[PARAMS] + rank.held[GRADS] for rank in dealt] == [8 * P] * 4
 
 
+def test_held_bytes_on_a_mesh(mesh: Ran) -> None:
+    """Every rank of a mesh holds a half of everything, whichever of the two groups it is in."""
+    for rank in mesh.row(MESH).ranks:
+        for held in (rank.held, rank.rest):
+            assert (held[PARAMS], held[GRADS], held[STATE]) == (2 * P, 2 * P, 4 * P + COUNTERS)
+            assert 0 <= held[ELSEWHERE] < 512
+
+
+@pytest.mark.slow
+def test_held_bytes_in_groups(grouped: Ran) -> None:
+    """A second copy is gone as the update begins; the owners of a group hold all of the optimizer's state."""
+    for rank in grouped.row(SECOND_COPY).ranks:
+        assert (rank.held[PARAMS], rank.held[GRADS], rank.held[STATE]) == (P, P, 2 * P + COUNTERS)
+        assert 0 <= rank.held[ELSEWHERE] < 512
+    owners = grouped.row(IN_GROUP).ranks
+    for group in (owners[:2], owners[2:]):
+        assert sum(rank.held[STATE] for rank in group) == 8 * P + COUNTERS
+    assert [rank.held[PARAMS] + rank.held[GRADS] for rank in owners] == [8 * P] * 4
+
+
 @pytest.mark.slow
 def test_held_bytes_where_nothing_divides(five: Ran) -> None:
     """FSDP2 on five ranks holds of every parameter a fifth of the rows, rounded up; DDP's gradients are its bucket."""
@@ -216,14 +310,47 @@ def test_peak(four: Ran) -> None:
 
 def test_what_a_framework_behaves_like(four: Ran) -> None:
     """The scheme is found from the bands that are sharded, and where it is left from the measured numbers."""
-    stages = ["data parallel", "data parallel", "ZeRO-1", "ZeRO-3", "ZeRO-3"]
+    stages = ["data parallel", "data parallel", "ZeRO-1", "ZeRO-3, kept", "ZeRO-3"]
     assert [row.scheme for row in four.found.rows] == stages
     departs = {row.name: " ".join(row.departs) for row in four.found.rows}
     assert "+4.00 B elsewhere" in departs["DDP"]
     assert "asks for 3.00 P for 2" in departs["DDP + ZeroRedundancyOptimizer"]
     assert "its ranks hold from 12.08 to 15.96 B" in departs["DDP + ZeroRedundancyOptimizer"]
-    assert "asks for 2.00 P for 3" in departs["FSDP2, reshard_after_forward=False"]
+    assert "asks" not in departs["FSDP2, reshard_after_forward=False"]
     assert "gloo moves 3.00 P" in departs["FSDP2, reshard_after_forward=False"]
+
+
+def test_what_a_mesh_behaves_like(mesh: Ran) -> None:
+    """FSDP2 on a 2-D mesh is HSDP, in bytes held and asked for."""
+    row = mesh.row(MESH)
+    assert row.scheme == HSDP.name
+    assert [found.partition(" (")[0] for found in row.departs] == ["gloo moves 3.33 P"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["grouped", "six"])
+def test_what_groups_behave_like(request: pytest.FixtureRequest, which: str) -> None:
+    """Each of the four is the row that has its groups, also where nothing divides."""
+    ran: Ran = request.getfixturevalue(which)
+    assert [row.scheme for row in ran.found.rows] == [row.name for row in (ZeRO1Group, HPZ, HSDPKept, HSDP)]
+    if which == "grouped":
+        assert [len(row.departs) for row in ran.found.rows] == [3, 1, 1, 1]
+        assert "asks for 2.67 P for 2 (" in " ".join(ran.row(IN_GROUP).departs)
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(4, 2), (6, 2), (6, 3), (6, None)])
+def test_every_row_is_found_by_its_bytes(ranks: int, node: int | None) -> None:
+    """The textbook's bytes of a row, held and sent, lead to that row."""
+
+    def job(row: Stage) -> theory.Job:
+        return theory.Job(row, (((7, 11),), ((11, 13),)), ranks, precision="fp32", node=node)
+
+    rows = [row for row in ROWS if not row.offload]
+    rows = [row for row in rows if node or not (row.two_axes or row.reshard_after_forward == "group")]
+    for row in rows:
+        over = likeness.sharded(likeness.by_kind(theory.resident(job(row))), job)
+        assert likeness.row_of(over, likeness.traffic(job(row)), job) == row
+    assert likeness.row_of({"params": Over.ALL, "grads": Over.NOBODY, "optimizer": Over.ALL}, {}, job) is None
 
 
 def test_parameters_are_the_simulators(ran: Ran) -> None:
@@ -232,6 +359,41 @@ def test_parameters_are_the_simulators(ran: Ran) -> None:
     assert compared
     for row in compared:
         assert row.largest < 1e-5, row.name
+
+
+def test_norms_and_decisions_are_the_simulators(ran: Ran) -> None:
+    """clip_grad_norm_ is within 16 ulp of ours, and of type inf ours; both scalers skip what the simulator does."""
+    assert not ran.found.failures
+    for row, seen in _rows(ran):
+        record = ran.compared_with(row, seen).record()
+        if row.family not in (Family.DDP, Family.FSDP):
+            assert not record.norms
+            continue
+        assert [norm.kind for norm in record.norms] == ["2.0", "inf"] * 3
+        assert all(norm.ours > 0 and norm.ulps <= (16 if norm.kind == "2.0" else 0) for norm in record.norms), row.name
+        scalers = ["GradScaler", "ShardedGradScaler"] if row.family is Family.FSDP else []
+        assert [each.scaler for each in record.decisions] == [scaler for scaler in scalers for _ in range(4)]
+        for number, each in enumerate(record.decisions):
+            assert each.skipped == [number % 4 == 1] * ran.found.settings.ranks
+            assert each.scale == [1024, 512, 512, 1024][number % 4]
+
+
+def test_another_norm_or_decision_is_noticed(four: Ran) -> None:
+    """Where one rank has another norm, or steps where others skip, the checks fail, on that rank."""
+    assert any(row.family is Family.FSDP for row, _ in _rows(four))
+    for row, seen in _rows(four):
+        if row.family is not Family.FSDP:
+            continue
+        grads = [
+            each._replace(norms={kind: 2 * value for kind, value in each.norms.items()}) for each in seen[2].gradients
+        ]
+        decided = {name: [(False, scale) for _, scale in steps] for name, steps in seen[2].decided.items()}
+        compared_with = four.compared_with(
+            row, [*seen[:2], seen[2]._replace(gradients=grads, decided=decided), *seen[3:]]
+        )
+        compared_with.record()
+        found = {(failure.check, failure.rank) for failure in compared_with.failures}
+        assert found == {(NORMS, 2), (DECISIONS, 2)}
 
 
 @pytest.mark.slow
@@ -261,8 +423,9 @@ def test_table(ran: Ran) -> None:
     out = io.StringIO()
     frameworks_console.show(ran.found, Console(file=out))
     text = out.getvalue()
-    assert text.count("hold: ") == 3
-    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("hold: ") == 5
+    assert max(map(len, text.splitlines())) <= frameworks_console.WIDTH
+    assert "…" not in text
     assert all(" ".join(row.name.split()) in " ".join(text.split()) for row in ran.found.rows)
     assert ("incomplete" in text) == bool(ran.found.ended)
 
@@ -285,10 +448,36 @@ def test_deepspeed_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     out = io.StringIO()
     frameworks_console.show(found, Console(file=out))
     assert "zerosim[deepspeed]" in out.getvalue()
-    assert out.getvalue().count("not measured: ") == 3
+    assert out.getvalue().count("not measured: ") == 5
+
+
+def test_ranks_that_cannot_be_cut_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks cannot be cut into groups those frameworks are not started, and it says why."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(frameworks, "children", None)
+    rows = [row for row in VARIANTS if row.name in GROUPED]
+    for ranks in (2, 5):
+        settings = Settings(
+            ranks=ranks, steps=1, batch=1, seed=7, model_seed=0, widths=PRIME, collectives=[], precisions=[],
+            wire="fp32", backend="gloo", fault=None, rows=[],
+        )  # fmt: skip
+        found = frameworks.run(settings, variants=rows)
+        assert [row.skipped for row in found.rows] == [f"{ranks} ranks cannot be cut into several groups of 2"] * 4
 
 
 # -- gloo's arithmetic, without gloo
+
+
+def test_an_average_over_two_axes() -> None:
+    """Of numbers whose sums are exact it is the mean, whatever the groups; a group of all ranks is none."""
+    rng, node = np.random.default_rng(13), 2
+    local = [[rng.integers(-64, 64, shape).astype(np.float32) for shape in ((5, 3), (5,))] for _ in range(4)]
+    for wire in WIRES["fp32"], WIRES["bf16"]:
+        found = averages.fsdp_average(local, [[0, 1]], wire, node)
+        for tensor, each in zip(found, zip(*local, strict=True), strict=True):
+            np.testing.assert_array_equal(tensor, np.mean(each, axis=0).astype(wire).astype(np.float32))
+    for one, other in zip(*(averages.fsdp_average(local, [[0, 1]], WIRES["fp32"], n) for n in (4, None)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
@@ -388,3 +577,15 @@ def test_what_stays_is_told_from_what_was_missed() -> None:
     assert log.held(25, {PARAMS: {100: 1000}}) == {PARAMS: 1000, ELSEWHERE: 70}
     assert log.peak(20, 29).parts == {BEFORE: 1000 + 70}
     assert log.strays(20).total() == 70
+
+
+def test_a_collective_says_over_which_ranks() -> None:
+    """What is asked for within a mark is over the ranks that it names, anything else over all."""
+    tree = _Tree(4)
+    inputs = [[SimpleNamespace(sizes=[3, 5], dtype=SimpleNamespace(itemsize=4))]]
+    mark = tree._event(f"{RING}1 3", 25, 27)
+    mark.children = [tree._event("c10d::allreduce_", 26, 26, typed=(None, SimpleNamespace(inputs=inputs)))]
+    plain = tree._event("c10d::allreduce_", 28, 28, typed=(None, SimpleNamespace(inputs=inputs)))
+    tree.steps[2].children[1].children += [mark, plain]
+    log = Log(tree.steps, kept=set())
+    assert log.asked(20, 29) == [Call(Op.ALL_REDUCE, 15, 4, ring=(1, 3)), Call(Op.ALL_REDUCE, 15, 4)]

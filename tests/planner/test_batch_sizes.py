@@ -16,6 +16,8 @@ from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.config_source import ConfigSource
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, Tensor, UnitShapes
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -42,7 +44,12 @@ def test_a_size_that_is_tried_is_on_the_line_between_those_that_were_measured() 
 
 
 def test_where_there_is_no_line_each_size_is_measured() -> None:
-    """Numbers that bend within the range, or a size that cannot be measured at all."""
+    """Numbers that bend within the range, or a size that cannot be measured at all. Of the smallest, which most
+    searches end among, each is measured with the first, so that a second question finds them kept."""
+    measured: list[int] = []
+    low = BatchSizes(lambda rows: measured.append(rows) or shapes(rows, bent=3))  # type: ignore[func-returns-value]
+    assert low.tried(5) == shapes(5, bent=3)
+    assert sorted(measured) == [*range(1, 8), 8]
     bent = BatchSizes(lambda rows: shapes(rows, bent=100))
     for rows in (37, 90, 99, 101, 300, 1000):
         assert bent.tried(rows) == shapes(rows, bent=100)
@@ -88,7 +95,7 @@ def test_calls_that_are_alike_measure_what_each_of_them_does(name: str, monkeypa
         return model.measure(rows, 16, checkpoint, "bf16", "fp32", "grouped")
 
     some = {checkpoint: measured(1, checkpoint) for checkpoint in ("none", "selective")}
-    assert BatchSizes(measured).tried(3) == measured(3)
+    assert BatchSizes(measured).tried(9) == measured(9)
     monkeypatch.setattr(Alike, "key", lambda self, module, args, kwargs: object())
     assert {checkpoint: measured(1, checkpoint) for checkpoint in some} == some
 

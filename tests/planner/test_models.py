@@ -21,6 +21,8 @@ from zerosim.planner.runner import Runner
 from zerosim.records.plan import Finetuning, Question
 from zerosim.schemes import SCHEMES
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 CONFIGS = Path(__file__).parent / "configs"
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="configurations need the extra 'plan'"

@@ -21,6 +21,8 @@ from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.util import sizes
 from zerosim.worlds.dry import DryRing, Shapes
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 WIDTHS = [67, 131, 127, 61]
 TEXT = ",".join(map(str, WIDTHS))
 PARAMS = 67 * 131 + 131 + 131 * 127 + 127 + 127 * 61 + 61
@@ -40,7 +42,7 @@ def made(**options: object) -> Plan:
 
 @pytest.fixture(autouse=True)
 def _shorter_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes are checked in every call here, which makes a run on thousands of ranks a matter of seconds."""
+    """A run on thousands of ranks is a matter of seconds."""
     monkeypatch.setattr(plan, "MOST_RANKS", 32)
     monkeypatch.setattr(plan, "MOST_ROWS", 512)
 
@@ -182,7 +184,7 @@ def test_where_no_number_of_gpus_helps_the_unit_and_the_card_are_named() -> None
     again = made(model=widths, memory=found.no_fit.peak.total, gpus=[5], rows=[DP, ZeRO3])
     assert again.no_fit is None
     assert [each.ranks is not None for each in again.smallest] == [False, True]
-    text = " ".join(verdict.lines(found))
+    text = " ".join(verdict.answers(found))
     assert f"{found.no_fit.peak.total:,} bytes" in text
     assert "layer 3 alone" in text
 
@@ -200,7 +202,7 @@ def test_a_higher_stage_that_takes_more_is_pointed_out_with_its_cause() -> None:
         bucket,
     )
     assert rest.more == bucket - grads
-    assert any("the cause is gradient bucket" in line for line in verdict.lines(found))
+    assert any("the cause is gradient bucket" in line for line in verdict.reasons(found))
 
 
 def test_where_no_band_is_the_whole_cause_none_is_called_so() -> None:
@@ -208,7 +210,7 @@ def test_where_no_band_is_the_whole_cause_none_is_called_so() -> None:
     found = made(model="8,16,8", asked=[64], gpus=[8, 64], rows=[DP])
     [odd] = found.surprises
     assert odd.band_more < odd.more
-    assert any("what grew most is master" in line for line in verdict.lines(found))
+    assert any("what grew most is master" in line for line in verdict.reasons(found))
 
 
 def test_the_smallest_card_is_that_of_the_stage_that_needs_least() -> None:
@@ -325,7 +327,7 @@ def test_the_record_s_fields_are_what_is_documented() -> None:
             "schema", "created", "versions", "question", "precision", "model", "cluster", "cells", "smallest",
             "largest", "no_fit", "surprises", "estimates", "largest_models", "why", "left_out",
         ),
-        "Cell": ("row", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time"),
+        "Cell": ("row", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time", "saved"),
         "Peak": ("total", "by_band", "unit", "phase", "by_unit"),
         "Traffic": ("collective", "band", "sent", "messages"),
         "SmallestRanks": ("row", "ranks", "states_alone", "limit"),

@@ -27,7 +27,7 @@ from zerosim.records.real_ranks import (
     Settings,
 )
 from zerosim.records.results import Failure
-from zerosim.stages import HSDP, ROWS, SCHEMES, ZeRO2
+from zerosim.stages import HPZ, HSDP, ROWS, SCHEMES, ZeRO2
 from zerosim.worlds.gloo import HEADER
 
 pytestmark = [
@@ -40,10 +40,15 @@ TIMEOUT = 60.0
 WIDTHS = [64, 128, 128, 64]
 N_PARAMS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 64 + 64
 DAY = real_settings(widths=WIDTHS, rows=[*SCHEMES, HSDP], schedule={"node": 2})
+INT8 = real_settings(steps=1, rows=[HPZ], schedule={"node": 2, "wire_params": "int8"})
 NIGHT = {
     "every precision": real_settings(widths=WIDTHS, precisions=list(records.RECIPES)),
     "five ranks": real_settings(ranks=5, rows=[*SCHEMES, MINE]),  # nothing divides by five
     "every row": real_settings(ranks=6, rows=list(ROWS), schedule={"node": 3}),
+    "int8 under every row": real_settings(
+        widths=WIDTHS, precisions=["bf16"], rows=list(ROWS),
+        schedule={"node": 2, "wire_params": "int8", "prefetch": 1, "bucket": 12_345},
+    ),
     "every option": real_settings(
         batch=6, rows=list(ROWS), wire="working",
         schedule={
@@ -68,9 +73,14 @@ def night(name: str) -> Corroboration:
     return run(NIGHT[name])
 
 
-@pytest.fixture(params=["day", *(pytest.param(name, marks=pytest.mark.slow) for name in NIGHT)])
+@pytest.fixture(scope="module")
+def int8() -> Corroboration:
+    return run(INT8)
+
+
+@pytest.fixture(params=["day", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in NIGHT)])
 def found(request: pytest.FixtureRequest) -> Corroboration:
-    record = request.getfixturevalue("day") if request.param == "day" else night(request.param)
+    record = night(request.param) if request.param in NIGHT else request.getfixturevalue(request.param)
     assert isinstance(record, Corroboration)
     return record
 

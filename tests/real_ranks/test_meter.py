@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,3 +130,24 @@ def test_what_cannot_be_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernel.read() == nothing
     assert kernel.read().since(Counters(1, 2, 3, 4, 5)) == nothing
     kernel.close()
+
+
+# -- memory
+
+
+def test_the_highest_memory_grows_with_what_is_written_and_stays() -> None:
+    """A process that has written to a large piece of memory has had it, also once it is free again."""
+    before = meter.highest_memory()
+    large = b"x" * (before + 50_000_000)
+    assert meter.highest_memory() > before + 50_000_000
+    del large
+    assert meter.highest_memory() > before + 50_000_000
+
+
+@counted
+def test_the_highest_memory_is_this_programs_and_not_its_parents() -> None:
+    """What a process has had that starts another is not counted as the other's."""
+    large = b"x" * 200_000_000
+    code = "from zerosim.real_ranks.meter import highest_memory; print(highest_memory())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1_000_000 < int(done.stdout) < len(large)

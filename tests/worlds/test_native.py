@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerosim.bands import Band
+from zerosim.bands import INT8, Band
 from zerosim.comm import Comm
 from zerosim.ledger import Ledger
 from zerosim.model import MLP
 from zerosim.ranks import Ranks, Workspace
 from zerosim.schemes import SCHEMES, Stage
+from zerosim.util import int8
 from zerosim.worlds.gloo import MAX_SEGMENT, segments
 from zerosim.worlds.local import LocalRing
 from zerosim.worlds.native import LocalCollectives, Native, aligned
@@ -96,6 +97,33 @@ def test_an_owner_keeps_its_bits(n: int, collective: Callable[[Comm, Any], Any])
     whole, hop_by_hop = (collective(comm(kind, n, FP32, FP16)[0], draw(n, FP32)) for kind in (Native, Comm))
     np.testing.assert_array_equal(bits(whole), bits(hop_by_hop))
     assert (whole != whole[0]).any()
+
+
+@worlds
+@pytest.mark.parametrize("band", [FP32, FP16, BF16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("collective", [all_gather, all_gather_in_place])
+def test_int8_is_the_same_to_everybody(n: int, band: Any, collective: Callable[[Comm, Any], Any]) -> None:
+    """Handed over whole or hop by hop, every rank has what the packed chunk comes to, its owner too."""
+    whole, hop_by_hop = (collective(comm(kind, n, band, INT8)[0], draw(n, band)) for kind in (Native, Comm))
+    np.testing.assert_array_equal(bits(whole), bits(hop_by_hop))
+    np.testing.assert_array_equal(bits(whole), np.broadcast_to(bits(whole[0]), whole.shape))
+
+
+@worlds
+@pytest.mark.parametrize("chunk", [7, 256, 257, 600])
+def test_int8_counts_scales_and_padding(n: int, chunk: int) -> None:
+    """N-1 messages' worth, scales included; of padding the bytes and the scales that its numbers alone need."""
+    size = n * chunk - chunk // 2 - 1  # the last chunk is more than half padding
+    counted = []
+    for kind in (Native, Comm):
+        on, ledger = comm(kind, n, FP32, INT8)
+        with ledger.step() as report:
+            on.all_gather(np.ones((n, n * chunk), FP32), size, band="params", unit="")
+        [traffic] = report.traffic.values()
+        assert traffic.sent.tolist() == traffic.received.tolist() == [(n - 1) * int8.length(chunk)] * n
+        counted.append(int(traffic.padding.sum()))
+    kept = chunk - chunk // 2 - 1
+    assert counted == [(n - 1) * (int8.length(chunk) - int8.length(kept))] * 2
 
 
 @worlds

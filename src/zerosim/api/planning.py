@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from zerosim.api.models import is_module
-from zerosim.bands import PRECISIONS
 from zerosim.model import MLP
 from zerosim.planner import cards, conventions, question
 from zerosim.planner import models as sources
 from zerosim.planner import plan as planner
 from zerosim.planner.model_source import ModelSource, Perceptron
+from zerosim.planner.recipes import RECIPES
 from zerosim.records import plan as records
-from zerosim.records.plan import Cell, Finetuning, Network, Question
+from zerosim.records.plan import Cell, Finetuning, FrozenDType, Network, Question
 from zerosim.stages import Stage
 from zerosim.util import arguments, sizes
 
@@ -66,13 +66,13 @@ class Planned:
         return self.record.first_fit(min(self.record.question.asked))
 
     def table(self) -> Shown:
-        """Everything that the command prints, as text, or as HTML in a notebook."""
+        """Everything that the command prints with ``-v``, as text, or as HTML in a notebook."""
         from rich.console import Console
 
         from zerosim.report import plan_console
 
         console = Console(file=io.StringIO(), highlight=False, width=plan_console.WIDTH)
-        plan_console.show(self.record, console, estimates=self.record.question.convention != "zero")
+        plan_console.show(self.record, console, verbose=True, estimates=self.record.question.convention != "zero")
         assert isinstance(console.file, io.StringIO)
         lines = (line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
         return Shown(in_python("\n".join(lines)))
@@ -137,10 +137,12 @@ def plan(
     prefetch: int | None = None,
     global_batch: int | None = None,
     optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam",
+    optimizer_in_backward: bool = False,
     kv: Literal["grouped", "expanded"] = "grouped",
     lora: int | None = None,
     targets: Sequence[str] = ("all-linear",),
     other_parts: Literal["frozen", "left out", "trained"] = "frozen",
+    frozen_dtype: FrozenDType | None = None,
     sweep: bool = False,
     efficiency: float | None = None,
     peak: float | None = None,
@@ -170,7 +172,9 @@ def plan(
     * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
       ``kv``: keys and values that heads share are kept once, or a copy for each head.
     * ``lora``: train adapters of that rank beside the linear layers named in ``targets``, and freeze all else;
-      ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input.
+      ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input;
+      ``frozen_dtype``: what is frozen is kept in 16 bits, or its matrices in 4 (``"nf4"``, ``"nf4-double"``).
+    * ``optimizer_in_backward``: each unit is updated as soon as its gradients are there, which are then freed.
     * For a module: ``inputs(rows, seq)`` gives what it is called with (by default token numbers [rows, seq]),
       ``target(rows, seq)`` an example of the target, ``wrap`` its blocks; ``loss`` may be a function of output and
       target.
@@ -191,7 +195,7 @@ def plan(
         preset = _card(card)
         nbytes, binary = _memory(memory, preset.memory if preset is not None else None)
         if precision is not None:
-            arguments.one_of("plan", "precision", precision, PRECISIONS)
+            arguments.one_of("plan", "precision", precision, RECIPES)
         question_ = question.check(
             Question(
                 model=_named(model),
@@ -214,9 +218,15 @@ def plan(
                 prefetch=prefetch,
                 global_batch=global_batch,
                 optimizer=optimizer,
+                optimizer_in_backward=optimizer_in_backward,
                 loss="fp32" if callable(loss) else loss,
                 kv=kv,
-                finetuning=Finetuning(other_parts=other_parts, lora=lora, targets=tuple(targets) if lora else ()),
+                finetuning=Finetuning(
+                    other_parts=other_parts,
+                    lora=lora,
+                    targets=tuple(targets) if lora else (),
+                    frozen_dtype=frozen_dtype,
+                ),
                 network=Network(
                     efficiency=efficiency,
                     peak=None if peak is None else peak * 1e12,
@@ -283,13 +293,17 @@ def _named(model: Any) -> str:
 def _source(model: Any, finetuning: Finetuning, **parts: Any) -> ModelSource:
     """What the planner takes a model from."""
     described = isinstance(model, (str, Path, dict))
-    if not described and finetuning != Finetuning():
+    if finetuning.frozen_dtype is not None and not described and not is_module(model):
+        raise ValueError(
+            f"plan(frozen_dtype): nothing of a {type(model).__name__} is frozen. Leave --frozen-dtype out."
+        )
+    if not described and msgspec.structs.replace(finetuning, frozen_dtype=None) != Finetuning():
         raise ValueError(
             f"plan({'lora' if finetuning.lora else 'other_parts'}): this is for a config.json or a model's name; a "
             f"{type(model).__name__} says itself what is trained. Leave it out."
         )
     if is_module(model):
-        return _module(model, **parts)
+        return _module(model, finetuning.frozen_dtype, **parts)
     if unused := [name for name, value in parts.items() if value is not None]:
         raise ValueError(f"plan({unused[0]}): this is for a torch.nn.Module; got {type(model).__name__}. Leave it out.")
     if isinstance(model, MLP):
@@ -300,8 +314,7 @@ def _source(model: Any, finetuning: Finetuning, **parts: Any) -> ModelSource:
         from zerosim.planner.config_source import ConfigSource
 
         name = str(model.get("_name_or_path") or model.get("model_type") or "config")
-        found: Any = ConfigSource(model, name, name, finetuning)
-        return found  # type: ignore[no-any-return]
+        return ConfigSource(model, name, name, finetuning)
     if isinstance(model, Sequence):
         return sources.read(",".join(map(str, model)))
     raise TypeError(
@@ -310,14 +323,14 @@ def _source(model: Any, finetuning: Finetuning, **parts: Any) -> ModelSource:
     )
 
 
-def _module(module: Any, *, inputs: Any, wrap: Any, loss: Any, target: Any) -> ModelSource:
+def _module(module: Any, frozen_dtype: str | None, *, inputs: Any, wrap: Any, loss: Any, target: Any) -> ModelSource:
     from zerosim.planner import python_path as paths
 
     given = {"inputs": inputs, "wrap": wrap, "loss": loss, "target": target}
     made = {"module": module} | {name: value for name, value in given.items() if value is not None}
     if next(module.parameters(), None) is None:
         raise ValueError(f"plan(model): a {type(module).__name__} has no parameters, so there is nothing to train.")
-    return paths._source(made, "torch.nn.Module")
+    return paths.source(made, "torch.nn.Module", frozen_dtype)
 
 
 # -- the caller's words

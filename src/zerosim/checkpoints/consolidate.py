@@ -22,14 +22,7 @@ from zerosim.bands import Array, Band, Place
 from zerosim.checkpoints import files
 from zerosim.checkpoints.files import BucketRecord, CheckpointError, Index
 from zerosim.ledger import Ledger
-
-CHUNK = 1 << 20  # bytes that are read at a time to see whether a file is the one that was written
-
-
-def names(index: Index, bucket: BucketRecord) -> list[str]:
-    """What each parameter of a layer is called: by its name where the model has one, else by number."""
-    own = ["weight", "bias"] if index.model["kind"] == "MLP" and len(bucket.shapes) == 2 else map(str, range(9**9))
-    return [f"{bucket.name}.{part}" for part, _ in zip(own, bucket.shapes, strict=False)]
+from zerosim.records.files import CHUNK
 
 
 def consolidate(folder: str | Path, out: str | Path) -> Ledger:
@@ -46,7 +39,7 @@ def consolidate(folder: str | Path, out: str | Path) -> Ledger:
     layout: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for bucket in _parameters(index):
-        for name, shape in zip(names(index, bucket), bucket.shapes, strict=True):
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             start, end = end, end + 4 * prod(shape)
             layout[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(layout).encode()
@@ -57,7 +50,7 @@ def consolidate(folder: str | Path, out: str | Path) -> Ledger:
             target.write(struct.pack("<Q", len(header)) + header)
             for bucket in _parameters(index):
                 whole = _layer(folder, index, bucket, ledger)
-                target.write(whole[: sum(map(prod, bucket.shapes))].tobytes())
+                target.write(whole[: sum(map(prod, bucket.shapes))].data)
                 ledger.free(Band.CHECKPOINT, whole.nbytes, bucket.name, Place.HOST)
             target.flush()
             os.fsync(target.fileno())
@@ -85,21 +78,23 @@ def _layer(folder: Path, index: Index, bucket: BucketRecord, ledger: Ledger) -> 
         mine = [piece for piece in file.pieces if piece[:2] == (bucket.name, band)]
         for _, _, piece, count in mine:
             length = bucket.padded // count
-            part = _tensor(folder / file.name, f"{bucket.name}/{band}")
-            ledger.hold(Band.CHECKPOINT, part.nbytes, bucket.name, Place.HOST)
-            whole[piece * length : (piece + 1) * length] = part
-            ledger.free(Band.CHECKPOINT, part.nbytes, bucket.name, Place.HOST)
+            target = whole[piece * length : (piece + 1) * length]
+            for part in _parts(folder / file.name, f"{bucket.name}/{band}"):
+                ledger.hold(Band.CHECKPOINT, part.nbytes, bucket.name, Place.HOST)
+                target[: part.size], target = part, target[part.size :]
+                ledger.free(Band.CHECKPOINT, part.nbytes, bucket.name, Place.HOST)
     return whole
 
 
-def _tensor(path: Path, name: str) -> Array:
-    """One tensor of a file, and nothing else of it."""
+def _parts(path: Path, name: str) -> Iterator[Array]:
+    """One tensor of a file, and nothing else of it, some at a time."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         entry = json.loads(file.read(length))[name]
         start, end = entry["data_offsets"]
         file.seek(8 + length + start)
-        return np.frombuffer(file.read(end - start), files.DTYPES[entry["dtype"]])
+        for at in range(start, end, CHUNK):
+            yield np.frombuffer(file.read(min(CHUNK, end - at)), files.DTYPES[entry["dtype"]])
 
 
 def _check(folder: Path, file: files.FileRecord) -> None:

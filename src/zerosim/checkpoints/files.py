@@ -38,10 +38,15 @@ class CheckpointError(ValueError):
 
 
 class BucketRecord(Record):
-    """One flat buffer: its parameters' shapes, and to how many elements it is padded."""
+    """One flat buffer: its parameters' names and shapes, and to how many elements it is padded.
+
+    ``dtype`` is that of a group of buffers, by NumPy's name for it, and None for parameters.
+    """
 
     name: str
     role: str
+    dtype: str | None
+    names: list[str]
     shapes: list[list[int]]
     padded: int
 

@@ -17,6 +17,7 @@ from zerosim.bands import Array, Band
 from zerosim.buckets import Bucket
 from zerosim.checkpoints import files
 from zerosim.checkpoints.files import CheckpointError, Index
+from zerosim.checkpoints.outline import Outline
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam, AdamW, ParamGroup, Schedule
 from zerosim.options import LossScale, Options, chosen, with_options
@@ -101,6 +102,12 @@ def assembled(folder: Path, index: Index) -> dict[tuple[str, str], Array]:
     return whole
 
 
+def outlined(folder: str | Path) -> Outline | None:
+    """A stand-in for the model of a checkpoint that cannot be made again; None for one that can."""
+    index = files.read_index(Path(folder))
+    return None if index.model["kind"] == "MLP" else Outline(index)
+
+
 def _model(index: Index, folder: Path) -> MLP:
     if index.model["kind"] != "MLP":
         raise CheckpointError(f"{folder}: it is of a {index.model['kind']}, which is not saved with it. Pass model=.")
@@ -143,10 +150,11 @@ def _fill(scheme: Scheme, band: Band, flat: Array) -> None:
         whole = np.zeros(bucket.padded, flat.dtype)
         whole[: bucket.size] = flat[start : start + bucket.size]
         start += bucket.size
-        _cut(bucket, band, whole)
+        cut(bucket, band, whole)
 
 
-def _cut(bucket: Bucket, band: Band, whole: Array) -> None:
+def cut(bucket: Bucket, band: Band, whole: Array) -> None:
+    """Give each rank its piece of a state [padded]."""
     state = bucket.states[band]
     length = state.shape[1]
     for mine, piece in zip(state, bucket.pieces[band].tolist(), strict=True):

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import asdict, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from zerosim.bands import Array, Band, Place
+from zerosim.bands import NOT_SAVED, Array, Band, Place
+from zerosim.buckets import distinct
 from zerosim.checkpoints import files
 from zerosim.checkpoints.files import BucketRecord, FileRecord, Index
+from zerosim.checkpoints.outline import Outline
 from zerosim.model import MLP
 from zerosim.options import LossScale, Options
 from zerosim.schemes import Scheme
 
-NOT_SAVED = (Band.GRADS, Band.MAIN_GRADS)
 RUN_ONLY = ("capacity", "host_capacity", "node", "kernels", "threads")  # options that decide no number
 
 
@@ -82,9 +84,14 @@ def _index(scheme: Scheme, records: list[FileRecord]) -> Index:
         n_params=scheme.model.n_params,
         buckets=[
             BucketRecord(
-                bucket.name, str(bucket.group.role), [list(shape) for shape in bucket.group.shapes], bucket.padded
+                bucket.name,
+                str(bucket.group.role),
+                bucket.group.dtype and str(bucket.group.dtype),
+                names,
+                [list(shape) for shape in bucket.group.shapes],
+                bucket.padded,
             )
-            for bucket in scheme.buckets
+            for bucket, names in zip(scheme.buckets, tensor_names(scheme), strict=True)
         ],
         steps=scheme.steps,
         updates=scheme.updates,
@@ -93,6 +100,20 @@ def _index(scheme: Scheme, records: list[FileRecord]) -> Index:
         files=records,
         versions={name: importlib.metadata.version(name) for name in ("zerosim", "numpy", "safetensors")},
     )
+
+
+def tensor_names(scheme: Scheme) -> list[list[str]]:
+    """What each bucket's tensors are called: as the model calls them, or by their layer and a number."""
+    model = scheme.model
+    found: list[str] = []
+    for group in distinct(model.layers):
+        if hasattr(model, "names"):
+            found += model.names(group)
+        else:
+            parts = ["weight", "bias"] if isinstance(model, MLP) else map(str, range(len(group.shapes)))
+            found += [f"{group.name}.{part}" for part in parts]
+    rest = iter(found)
+    return [list(islice(rest, len(bucket.group.shapes))) for bucket in scheme.buckets]
 
 
 def options_record(options: Options) -> dict[str, Any]:
@@ -112,6 +133,8 @@ def options_record(options: Options) -> dict[str, Any]:
 
 def model_record(model: Any) -> dict[str, Any]:
     """What it takes to make the model again, or its kind alone."""
+    if isinstance(model, Outline):
+        return model.record
     if type(model) is MLP:
         return {"kind": "MLP", "widths": list(model.widths), "seed": model.seed}
     return {"kind": type(model).__name__}

@@ -16,6 +16,7 @@ from zerosim.stages import Stage
 from zerosim.util import sizes
 
 FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+FORMAT = click.Choice(["zerosim", "dcp"])
 
 
 @click.group()
@@ -48,13 +49,35 @@ def info(folder: Path) -> None:
 @click.option("--ranks", type=click.IntRange(min=1), default=None, help="Ranks to cut it for.  [default: as it is]")
 @click.option("--scheme", "row", type=Row(), default=None, help="The row to cut it for.  [default: as it is]")
 @click.option("--node", type=click.IntRange(min=1), default=None, help="Ranks of a group.  [default: as it is]")
-def convert(folder: Path, out: Path, ranks: int | None, row: Stage | None, node: int | None) -> None:
-    """Write a checkpoint anew to OUT, for another row or another number of ranks: the same bits, cut otherwise."""
-    from zerosim.checkpoints.load import load
+@click.option("--to", "to", type=FORMAT, default="zerosim", help="Write torch.distributed.checkpoint's format.")
+@click.option("--from", "origin", type=FORMAT, default="zerosim", help="Read it: FOLDER is what dcp.save wrote.")
+@click.option(
+    "--like", type=click.Path(path_type=Path), help="With --from dcp: a checkpoint of the same model, for its options."
+)
+def convert(
+    folder: Path, out: Path, ranks: int | None, row: Stage | None, node: int | None, to: str, origin: str,
+    like: Path | None,
+) -> None:  # fmt: skip
+    """Write a checkpoint anew to OUT, for another row or another number of ranks: the same bits, cut otherwise.
+
+    Or to or from the format of torch.distributed.checkpoint (DCP), which FSDP2's users save.
+    """
+    if (origin == "dcp") != (like is not None):
+        raise click.UsageError("--from dcp and --like go together: a DCP folder says nothing of rows and options.")
+    from zerosim.checkpoints.load import load, outlined
     from zerosim.checkpoints.save import save
 
     with errors_for_people():
-        run = load(folder, row, ranks, **({} if node is None else {"node": node}))
+        if "dcp" in (to, origin):
+            from zerosim.checkpoints import dcp
+        run = load(like or folder, row, ranks, model=outlined(like or folder), **({"node": node} if node else {}))
+        if origin == "dcp":
+            dcp.read(folder, run)
+        if to == "dcp":
+            dcp.write(run, out)
+            with printing():
+                click.echo(f"{out}: {run.model.n_params:,} parameters after step {run.steps}, for torch's dcp.load")
+            return
         index = save(run, out)
     with printing():
         click.echo(

@@ -65,6 +65,7 @@ ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
     show_default=True,
     help="The dtype that blocks are sent in: fp32, or that of each precision's working copy.",
 )
+@shared.wire_params()
 @shared.schedule()
 @click.option(
     "--backend",
@@ -103,7 +104,7 @@ ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
 def corroborate(
     rows: Sequence[Stage], ranks: int | None, model: str, collectives: str, precision: str, fault: str | None,
     timeout: float, interface: str | None, frameworks: bool, out: Path, as_json: bool, verbose: bool,
-    schedule: dict[str, Any], **options: Any,
+    wire_params: str | None, schedule: dict[str, Any], **options: Any,
 ) -> None:  # fmt: skip
     """Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.
 
@@ -132,7 +133,7 @@ def corroborate(
                 collectives=list(COLLECTIVES) if collectives == "both" else [collectives],
                 precisions=list(RECIPES) if precision == "all" else [precision],
                 rows=list(rows or SCHEMES),
-                schedule=schedule,
+                schedule=schedule if wire_params is None else {**schedule, "wire_params": wire_params},
                 fault=None if fault is None else Fault(kind=fault, rank=1, step=min(2, options["steps"])),
                 **options,
             )

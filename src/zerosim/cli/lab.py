@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import click
 
-from zerosim.bands import PARAM_WIRES, PRECISIONS
+from zerosim.bands import PRECISIONS
 from zerosim.cli import options as shared
 from zerosim.cli.errors import errors_for_people, printing, replacing, writable
 from zerosim.cli.report import PAGE, save_pages
@@ -39,12 +39,7 @@ RESULTS = "results.json"
     "bf16-fp32-grads, mixed-main-grads: with fp32 gradients instead of, or beside, 16-bit ones.",
 )
 @shared.wire()
-@click.option(
-    "--wire-params",
-    type=click.Choice(list(PARAM_WIRES)),
-    default=None,
-    help="What parameters are sent in; int8: blocks of 256 that share an fp32 scale.  [default: as --wire]",
-)
+@shared.wire_params()
 @click.option(
     "--node",
     type=click.IntRange(min=1),

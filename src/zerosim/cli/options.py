@@ -13,7 +13,7 @@ from typing import Any, get_args
 import click
 
 from zerosim import stages
-from zerosim.bands import WIRES
+from zerosim.bands import PARAM_WIRES, WIRES
 from zerosim.cli.errors import Folder
 from zerosim.options import Gather, LossScale, Padding, Sync
 from zerosim.stages import OFFLOADABLE, Stage
@@ -189,6 +189,16 @@ def schemes() -> Decorator:
 def wire(help: str = "The dtype that blocks are sent in.") -> Decorator:
     """``--wire``, one of ``bands.WIRES``."""
     return click.option("--wire", type=click.Choice(list(WIRES)), default="fp32", show_default=True, help=help)
+
+
+def wire_params() -> Decorator:
+    """``--wire-params``, one of ``bands.PARAM_WIRES`` or none."""
+    return click.option(
+        "--wire-params",
+        type=click.Choice(list(PARAM_WIRES)),
+        default=None,
+        help="What parameters are sent in; int8: blocks of 256 that share an fp32 scale.  [default: as --wire]",
+    )
 
 
 _SCHEDULE: dict[str, tuple[Any, str]] = {

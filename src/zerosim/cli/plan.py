@@ -29,6 +29,7 @@ PRECISIONS = (
     "mixed", "bf16", "fp32", "bf16-fp32-grads", "mixed-main-grads", "fsdp", "pure-bf16", "bf16-moments", "bf16-master",
     "autocast",
 )  # fmt: skip
+FROZEN = ("fp32", "fp16", "bf16", "nf4", "nf4-double")
 NOT_PLANNED = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 CHARTS = (".png", ".svg", ".html")
 
@@ -114,6 +115,10 @@ class Rate(click.ParamType[int]):
     help="What is kept; adam8bit: a byte for each moment, and an fp32 scale for each 256.",
 )
 @click.option(
+    "--optimizer-in-backward", is_flag=True,
+    help="Update each unit as soon as its gradients are there, and free them.",
+)  # fmt: skip
+@click.option(
     "--global-batch", type=click.IntRange(min=1), default=None,
     help="Rows of a step on all GPUs; how many micro-batches it takes follows.",
 )  # fmt: skip
@@ -132,6 +137,10 @@ class Rate(click.ParamType[int]):
 @click.option(
     "--other-parts", type=click.Choice(["frozen", "left-out", "trained"]), default="frozen", show_default=True,
     help="Of a model of several kinds of input, what text does not reach.",
+)  # fmt: skip
+@click.option(
+    "--frozen-dtype", type=click.Choice(FROZEN), default=None,
+    help="What is frozen is kept in this: 16 bits, or its blocks' matrices in 4.  [default: as what is trained]",
 )  # fmt: skip
 @click.option(
     "--config", "job", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
@@ -170,8 +179,11 @@ class Rate(click.ParamType[int]):
     "--chart", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
     help="Draw the peaks by band to FILE: .png, .svg or .html.",
 )  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Also the bands, the collectives, the peak and the least time.")
 @click.pass_context
-def plan(context: click.Context, /, model: str, json_to: str | None, chart: Path | None, **options: Any) -> None:
+def plan(
+    context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, **options: Any
+) -> None:  # fmt: skip
     """Say what training MODEL takes on N GPUs, before they are rented.
 
     MODEL is a list of layer sizes (4096,16384,4096); a Hugging Face config.json or its folder, or a
@@ -199,7 +211,7 @@ def plan(context: click.Context, /, model: str, json_to: str | None, chart: Path
         else:
             from zerosim.report import plan_console as console
 
-            console.show(found, estimates=convention is not None)
+            console.show(found, verbose=verbose, estimates=convention is not None)
             for path in targets:
                 click.echo(f"written to {path}")
 
@@ -224,13 +236,13 @@ def _with_job(context: click.Context, options: dict[str, Any]) -> dict[str, Any]
     return options
 
 
-def _finetuning(lora: str | None, other_parts: str) -> Finetuning:
+def _finetuning(lora: str | None, other_parts: str, frozen_dtype: Any) -> Finetuning:
     """What is trained. ValueError for a text of another form."""
     from zerosim.records.plan import Finetuning
 
     parts: Any = other_parts.replace("-", " ")
     if lora is None:
-        return Finetuning(other_parts=parts)
+        return Finetuning(other_parts=parts, frozen_dtype=frozen_dtype)
     match = re.fullmatch(r"r=(\d{1,5})(?:,targets=([\w.,-]+))?", lora.strip())
     if match is None or not int(match[1]):
         raise ValueError(
@@ -238,14 +250,15 @@ def _finetuning(lora: str | None, other_parts: str) -> Finetuning:
             f"r=8,targets=all-linear; got {lora!r}."
         )
     targets = tuple(filter(None, (match[2] or "all-linear").split(",")))
-    return Finetuning(other_parts=parts, lora=int(match[1]), targets=targets)
+    return Finetuning(other_parts=parts, lora=int(match[1]), targets=targets, frozen_dtype=frozen_dtype)
 
 
 def _question(
     model: str, convention: str, *, gpus: tuple[str, ...], schemes: tuple[str, ...], sweep: bool, memory: str | None,
     card: str | None, seq: int | None, bucket: str | None, efficiency: float | None, peak: float | None,
     bandwidth: int | None, node_bandwidth: int | None, latency: float | None, node_latency: float | None,
-    node_size: int | None, lora: str | None, other_parts: str, bucket_elements: int | None, **options: Any,
+    node_size: int | None, lora: str | None, other_parts: str, frozen_dtype: str | None,
+    bucket_elements: int | None, **options: Any,
 ) -> Question:  # fmt: skip
     """What was typed as a question. ValueError, with what would work, if it is none."""
     from zerosim.planner import cards, conventions, question
@@ -273,7 +286,7 @@ def _question(
             bucket=bucket_elements
             if bucket is None
             else question.bucket(bucket, options["precision"] or rules.precision),
-            finetuning=_finetuning(lora, other_parts),
+            finetuning=_finetuning(lora, other_parts, frozen_dtype),
             network=Network(
                 efficiency=efficiency,
                 peak=None if peak is None else peak * 1e12,

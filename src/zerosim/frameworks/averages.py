@@ -62,26 +62,40 @@ def ddp_average(local: Sequence[Grads], buckets: Sequence[Sequence[int]], wire: 
     return average
 
 
-def fsdp_average(local: Sequence[Grads], groups: Sequence[Sequence[int]], wire: DType) -> list[Array]:
+def fsdp_average(
+    local: Sequence[Grads], groups: Sequence[Sequence[int]], wire: DType, node: int | None = None
+) -> list[Array]:
     """The gradients that ``fully_shard`` gives, put together from the ranks' shards, from each rank's local ones.
 
     ``groups`` lists the parameters that are sharded together. Every parameter is cut along its
     first axis into N chunks of equally many rows, padded with zero rows; a group travels as one
     flat buffer [rank][parameter] in the ``wire``'s dtype, is summed, and then divided by N.
+
+    On a 2-D mesh of ``node`` ranks a row, S, that is done in every row, with S for N. Each shard of the
+    averages is then summed over the D rows, and divided by D.
     """
-    ranks = len(local)
+    ranks = node or len(local)
     average: list[Array] = [np.empty(0)] * len(local[0])
     for group in groups:
         shapes = [_padded(local[0][index].shape, ranks) for index in group]
         flat = np.stack([_by_rank([grads[index] for index in group], shapes, ranks, wire) for grads in local])
-        summed = (ring_sum(flat) / wire.type(ranks)).astype(FP32)
-        shards = summed.reshape(ranks, -1)
+        replicas = [ring_sum(each) / wire.type(ranks) for each in flat.reshape(-1, ranks, flat.shape[1])]
+        shards = _over_replicas(np.stack(replicas).reshape(len(replicas), ranks, -1)).astype(FP32)
         start = 0
         for index, (rows, *rest) in zip(group, shapes, strict=True):
             stop = start + rows // ranks * int(np.prod(rest))
             whole = shards[:, start:stop].reshape(rows, *rest)
             average[index] = whole[: len(local[0][index])]
             start = stop
+    return average
+
+
+def _over_replicas(shards: Array) -> Array:
+    """The average [S, n] of each of S shards over D replicas, from what these have [D, S, n]."""
+    average: Array = shards[0]
+    if (replicas := len(shards)) > 1:
+        average = np.stack([ring_sum(shards[:, shard]) for shard in range(shards.shape[1])])
+        average /= shards.dtype.type(replicas)
     return average
 
 

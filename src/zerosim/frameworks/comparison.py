@@ -1,14 +1,14 @@
 """One framework's run, held to the simulator's ring, to the kernel's counts, and to the textbook.
 
-Owns these comparisons, the choice of the scheme that a framework behaves like, and the reasons
-for which it leaves it. Must not know how ranks are started, nor torch.
+Owns these comparisons, and the reasons for which a framework leaves the row that it behaves like; ``likeness``
+chooses that. Must not know how ranks are started, nor torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 from zerosim import theory
 from zerosim.bands import WIRES, Array
 from zerosim.checks import compare as checks
-from zerosim.frameworks import averages
+from zerosim.frameworks import agreements, averages, likeness
 from zerosim.frameworks.observation import SETTLED, Observation
 from zerosim.frameworks.variants import DEEPSPEED, Variant
 from zerosim.real_ranks.cases import data, model
@@ -38,7 +38,7 @@ from zerosim.records.frameworks import (
 )
 from zerosim.records.real_ranks import Settings
 from zerosim.records.results import Failure
-from zerosim.stages import DP, SCHEMES, Stage, ZeRO3
+from zerosim.stages import DP, Stage
 from zerosim.worlds import gloo
 
 _SHARDED = {"params": (PARAMS,), "grads": (GRADS,), "optimizer": (MASTER, STATE)}  # by the flag in a scheme's row
@@ -49,10 +49,11 @@ _WHY: dict[object, str] = {
     (Family.ZERO_REDUNDANCY, "elsewhere"): "DDP's buckets are copies of the gradients",
     (Family.ZERO_REDUNDANCY, "uneven"): "tensors are dealt out whole, not cut",
     (Family.ZERO_REDUNDANCY, "peak"): "DDP's buckets, and the optimizer's temporaries",
-    (Family.ZERO_REDUNDANCY, "asked"): "DDP all-reduces the gradients, then the owners broadcast the parameters",
+    (Family.ZERO_REDUNDANCY, "asked"): "DDP all-reduces the gradients over all ranks, then owners broadcast parameters",
     (Family.FSDP, "uneven"): "a parameter's rows are dealt out in equal chunks, of which the last is short",
     (Family.FSDP, "peak"): "a layer is gathered into a buffer and copied out of it, and the next one is gathered ahead",
-    (Family.FSDP, "asked"): "what forward has gathered is kept for backward",
+    (Family.FSDP, "bands"): "every parameter is padded to chunks of equally many rows",
+    (Family.FSDP, "asked"): "every parameter is padded to chunks of equally many rows, and that travels too",
     (Family.DEEPSPEED, "stage 1"): "it lets go of the gradients that it does not own before the update",
     (Family.DEEPSPEED, "stage 3"): "it keeps a small model gathered",
     (Family.DEEPSPEED, "elsewhere"): "a flat bucket for gradients, for 5e8 of them by default",
@@ -96,6 +97,8 @@ class FrameworkComparison:
             unmeasured={name: why for seen in self._seen for name, why in seen.unmeasured.items()},
             scheme=row.name if row else "",
             departs=departs,
+            norms=agreements.norms(self._settings, self._seen, self._expect),
+            decisions=agreements.decisions(self._settings, self._seen, self._expect),
         )
 
     def _expect(self, check: str, step: int, rank: int, quantity: str, measured: int, expected: int) -> None:
@@ -109,13 +112,14 @@ class FrameworkComparison:
 
     def _gradients(self) -> list[Gradients]:
         found = []
-        average = averages.fsdp_average if self._variant.family is Family.FSDP else averages.ddp_average
+        sharded, group = self._variant.family is Family.FSDP, self._variant.group or self._settings.ranks
+        average = partial(averages.fsdp_average, node=group) if sharded else averages.ddp_average
         for step, samples in enumerate(zip(*(seen.gradients for seen in self._seen), strict=True), start=1):
             expected = average([each.local for each in samples], samples[0].groups, WIRES[self._variant.wire])
-            if self._variant.family is Family.FSDP:  # the ranks' shards, put together
-                real = [[np.concatenate(shards) for shards in zip(*(each.averaged for each in samples), strict=True)]]
-            else:
-                real = [each.averaged for each in samples]
+            real = [each.averaged for each in samples]
+            if sharded:  # each group's shards, put together
+                parts = (zip(*real[first : first + group], strict=True) for first in range(0, len(real), group))
+                real = [[np.concatenate(shards) for shards in each] for each in parts]
             differing = 0
             for rank, grads in enumerate(real):
                 unequal = sum(_differing(*pair) for pair in zip(grads, expected, strict=True))
@@ -126,7 +130,7 @@ class FrameworkComparison:
 
     def _rank(self, rank: int, seen: Observation) -> RankSeen:
         size = self._settings.ranks
-        each = [gloo.moved(asked, rank, size) for asked in seen.asked]
+        each = [gloo.moved(asked, *asked.place(rank, size)) for asked in seen.asked]
         known = [moved for moved in each if moved is not None]
         moved = gloo.total(known) if len(known) == len(each) else None
         if moved is not None:
@@ -141,7 +145,7 @@ class FrameworkComparison:
             peak=seen.peak.parts,
             peak_phase=seen.peak.phase,
             exact=seen.peak.exact,
-            asked=sum(gloo.textbook(asked, rank, size).sent for asked in seen.asked),
+            asked=sum(gloo.textbook(asked, *asked.place(rank, size)).sent for asked in seen.asked),
             moved=moved.sent if moved else None,
             framing=moved.framing()[0] if moved else None,
             kernel={name: [n for n in each if n is not None] for name, each in readings.items() if None not in each},
@@ -165,27 +169,27 @@ class FrameworkComparison:
     # -- the textbook
 
     def _textbook(self, ranks: list[RankSeen]) -> tuple[Stage | None, list[str]]:
-        """The scheme that shards the same bands as the framework was seen to, and where the framework leaves it."""
+        """The row that shards the same bands as the framework was seen to, and where the framework leaves it."""
         size, held = self._settings.ranks, {}
         for what, bands in _SHARDED.items():
             held[what] = sum(rank.held.get(band, 0) for rank in ranks for band in bands) / size
-        whole, shard = (_by_kind(theory.resident(self._job(row))) for row in (DP, ZeRO3))
-        sharded = {what: _nearer(held[what], shard[what], whole[what]) for what in _SHARDED}
-        row = next(
-            (each for each in SCHEMES if all(bool(getattr(each, what)) == sharded[what] for what in _SHARDED)), None
-        )
+        n, itemsize = self._n_params, WIRES[self._variant.wire].itemsize
+        unit = n * itemsize * (size - 1) / size
+        asked = float(np.mean([rank.asked for rank in ranks])) / unit
+        sharded = likeness.sharded(held, self._job)
+        row = likeness.row_of(sharded, self._sent(), self._job)
         if row is None:
-            return None, [f"shards {' and '.join(what for what in _SHARDED if sharded[what])}, as no scheme does"]
+            shards = " and ".join(f"{what} over {over}" for what, over in sharded.items() if over)
+            return None, [f"shards {shards}, as no scheme does"]
         job = self._job(row)
-        n, unit = self._n_params, self._n_params * WIRES[self._variant.wire].itemsize * (size - 1) / size
+        padded = itemsize * sum(job.chunks()) * (size - 1)  # a unit, of what is sent with padding
+        units = sum(likeness.traffic(job).values()) / padded
         totals = [sum(rank.held.values()) / n for rank in ranks]
         elsewhere = min(rank.held[ELSEWHERE] for rank in ranks) / n
         mean, rest = sum(held.values()) / n, np.mean([sum(rank.rest.values()) for rank in ranks]) / n
         textbook = sum(theory.resident(job).values()) / n
-        asked = np.mean([rank.asked for rank in ranks]) / unit
         known = [rank.moved for rank in ranks if rank.moved is not None]
-        moved = np.mean(known) / unit if known else asked
-        units = 3 if row.params else 2
+        moved = float(np.mean(known)) / unit if known else asked
         peak = max(sum(rank.peak.values()) for rank in ranks) / n
         highest = sum(theory.peak(job).values()) / n
         configured = self._variant.options.get("stage")
@@ -204,10 +208,18 @@ class FrameworkComparison:
             ),
             (np.mean(totals) - rest > 0.05, "rest", f"{rest:,.2f} B between steps"),
             (peak > 1.1 * highest, "peak", f"its peak is {peak:,.2f} B for {highest:.2f}"),
-            (abs(asked - units) > 0.05, "asked", f"it asks for {asked:.2f} P for {units}"),
+            (abs(asked - units) > 0.05, "asked", f"it asks for {asked:.2f} P for {units:.3g}"),
             (abs(moved - asked) > 0.05, "moved", f"gloo moves {moved:.2f} P"),
         ]
         return row, [self._because(kind, found) for leaves, kind, found in departures if leaves]
+
+    def _sent(self) -> Counter[str]:
+        """Bytes that all ranks must send in a step, by what was asked for."""
+        sent: Counter[str] = Counter()
+        for rank, seen in enumerate(self._seen):
+            for asked in seen.asked:
+                sent[asked.op] += gloo.textbook(asked, *asked.place(rank, self._settings.ranks)).sent
+        return sent
 
     def _because(self, kind: str, found: str) -> str:
         """What was found, and the reason if it is known."""
@@ -218,19 +230,9 @@ class FrameworkComparison:
         """This run under a row, for the formulas."""
         buckets = tuple((pair,) for pair in pairwise(self._settings.widths))
         return theory.Job(
-            row, buckets, self._settings.ranks, self._settings.batch, self._variant.states, self._variant.wire
-        )
-
-
-def _by_kind(resident: theory.Bytes) -> dict[str, float]:
-    """Bytes of what the schemes shard, by the name of the flag in their row."""
-    params, grads = resident["params"], resident["grads"]
-    return {"params": params, "grads": grads, "optimizer": sum(resident.values()) - params - grads}
-
-
-def _nearer(value: float, one: float, other: float) -> bool:
-    """Whether a count of bytes is nearer to one than to the other, in ratio."""
-    return value == 0 or abs(math.log(value / one)) < abs(math.log(value / other))
+            row, buckets, self._settings.ranks, self._settings.batch, self._variant.states, self._variant.wire,
+            node=self._variant.node,
+        )  # fmt: skip
 
 
 def _flat(params: Iterable[Array]) -> Array:

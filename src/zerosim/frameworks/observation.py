@@ -26,12 +26,14 @@ class Instant(NamedTuple):
 class StepGradients(NamedTuple):
     """One step's gradients on one rank: its local ones, and what the framework made of them, whole or its shard.
 
-    ``groups`` are the parameters that travelled together, each in its order.
+    ``groups`` are the parameters that travelled together, each in its order; ``norms`` what clip_grad_norm_
+    gives of the averaged ones, by its norm type.
     """
 
     local: list[Array]
     averaged: list[Array]
     groups: list[list[int]]
+    norms: dict[str, float]
 
 
 class Observation(NamedTuple):
@@ -39,7 +41,7 @@ class Observation(NamedTuple):
 
     ``held`` is by band as the update begins, ``rest`` after the step. ``strays`` are counted in
     what is elsewhere, by origin. ``asked`` are the collectives of a step, ``params`` whole, fp32,
-    after the last.
+    after the last. ``decided``: by the name of a scaler, whether it skipped each step, and its scale after it.
     """
 
     held: dict[str, int]
@@ -51,3 +53,4 @@ class Observation(NamedTuple):
     asked: list[Call]
     params: list[Array]
     gradients: list[StepGradients]
+    decided: dict[str, list[tuple[bool, float]]]

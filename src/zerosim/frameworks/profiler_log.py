@@ -28,6 +28,7 @@ from zerosim.worlds.gloo import Call, Op
 
 MARK = "zerosim: "  # begins the names of our own marks in the log
 STEP, UPDATE = "step", "update"
+RING = MARK + "ring of "  # and behind it the ranks that a collective within runs over, where those are not all
 PHASES = ("forward", "backward", UPDATE)
 Storages = dict[int, int]
 """Bytes by address."""
@@ -74,7 +75,9 @@ class Log:
             elif name.startswith(MARK):
                 self.marks.setdefault(name.removeprefix(MARK), []).append((time, event.end_time_ns))
             elif name.startswith(_C10D):
-                self._asked.append((time, _collective(name.removeprefix(_C10D), event.typed[1].inputs)))
+                ring = next((name.removeprefix(RING) for name in within if name.startswith(RING)), "")
+                asked = _collective(name.removeprefix(_C10D), event.typed[1].inputs)
+                self._asked.append((time, asked._replace(ring=tuple(map(int, ring.split())))))
         gone = {block.origin for block in self._blocks if block.died < math.inf}
         for block in at.values():
             block.seen = block.address in kept or block.origin not in gone

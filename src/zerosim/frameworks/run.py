@@ -68,6 +68,9 @@ def run(
     try:
         for variant in variants:
             advance(variant.name)
+            if reason := variant.unfit(settings.ranks):
+                found.append(_skipped(variant, reason))
+                continue
             if variant.family is Family.DEEPSPEED:
                 if not importlib.util.find_spec("deepspeed"):
                     found.append(_skipped(variant, "deepspeed is not installed; pip install 'zerosim[deepspeed]'"))

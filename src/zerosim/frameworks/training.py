@@ -111,13 +111,22 @@ def _ddp(task: Task) -> Training:
 def _zero_redundancy(task: Task) -> Training:
     net = network(task)
     ddp = nn.parallel.DistributedDataParallel(net, **task.variant.options)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, **_adam())
+    where = {"process_group": _mesh(task).get_group("shard")} if task.variant.group else {}
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, **where, **_adam())
     return _of_torch(net, ddp, optimizer, adam=optimizer.optim, groups=lambda step: [])
+
+
+def _mesh(task: Task) -> Any:
+    """All ranks in a row, or, where a variant has groups, in a row for each of them."""
+    if not task.variant.group:
+        return init_device_mesh("cpu", (task.ranks,))
+    shape = task.ranks // task.variant.group, task.variant.group
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _fsdp(task: Task) -> Training:
     net = network(task)
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (task.ranks,)), **task.variant.options}
+    options: dict[str, Any] = {"mesh": _mesh(task), **task.variant.options}
     if task.variant.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     layers = [module for module in net if isinstance(module, nn.Linear)]

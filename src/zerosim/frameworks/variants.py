@@ -13,13 +13,29 @@ from zerosim.stages import Stage, ZeRO1, ZeRO2, ZeRO3
 
 
 class Variant(NamedTuple):
-    """A framework with options of its own; ``wire`` is the dtype in which its gradients travel."""
+    """A framework with options of its own; ``wire`` is the dtype in which its gradients travel.
+
+    ``group`` is S where the ranks lie on a mesh (replicate, shard) of groups of S; 0 where there is none.
+    """
 
     name: str
     family: Family
     precision: str = "fp32"
     wire: str = "fp32"
     options: Mapping[str, Any] = {}
+    group: int = 0
+
+    @property
+    def node(self) -> int | None:
+        """S of the groups in which anything is sharded, FSDP2's second copy too; None without groups."""
+        reshard = self.options.get("reshard_after_forward", True)
+        return self.group or (None if isinstance(reshard, bool) else reshard)
+
+    def unfit(self, ranks: int) -> str:
+        """Why so many ranks cannot run it; nothing if they can."""
+        if self.node is None or (self.node < ranks and ranks % self.node == 0):
+            return ""
+        return f"{ranks} ranks cannot be cut into several groups of {self.node}"
 
     @property
     def states(self) -> str:
@@ -55,9 +71,20 @@ VARIANTS = (
     Variant("DDP, gradient_as_bucket_view", Family.DDP, options={"gradient_as_bucket_view": True}),
     Variant("DDP, fp16_compress_hook", Family.DDP, wire="fp16"),
     Variant("DDP + ZeroRedundancyOptimizer", Family.ZERO_REDUNDANCY),
+    Variant("DDP + ZeroRedundancyOptimizer, process_group of 2", Family.ZERO_REDUNDANCY, group=2),
     Variant("FSDP2, reshard_after_forward=False", Family.FSDP, options={"reshard_after_forward": False}),
     Variant("FSDP2, reshard_after_forward=True", Family.FSDP, options={"reshard_after_forward": True}),
     Variant("FSDP2, reshard_after_forward=True, bf16", Family.FSDP, "bf16", "bf16", {"reshard_after_forward": True}),
+    Variant("FSDP2, reshard_after_forward=2", Family.FSDP, options={"reshard_after_forward": 2}),
+    *(
+        Variant(
+            f"FSDP2, 2-D mesh of groups of 2, reshard_after_forward={reshard}",
+            Family.FSDP,
+            options={"reshard_after_forward": reshard},
+            group=2,
+        )
+        for reshard in (False, True)
+    ),
     *(
         Variant(
             f"DeepSpeed stage {stage}{kept}, {precision}",

@@ -9,6 +9,7 @@ starts before the model is built. The batch is NumPy's memory and no allocation 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import threading
@@ -17,13 +18,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.autograd.profiler as autograd
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from zerosim.bands import BF16, Array
+from zerosim.frameworks import rings
+from zerosim.frameworks.agreements import OVERFLOW_RANK, OVERFLOW_STEP, SCALE, SCALED_STEPS
 from zerosim.frameworks.observation import SETTLED, Observation, StepGradients
 from zerosim.frameworks.profiler_log import MARK, STEP, UPDATE, Log, Storages
 from zerosim.frameworks.training import BUILD, Tensor, Training, loss_of, network, tensors
@@ -62,6 +67,8 @@ def observe(
             # A second training, for it takes a second model, which must not be there while memory is measured.
             if task.variant.family in COMPARE_GRADIENTS:
                 seen = seen._replace(gradients=_gradients(task, rank))
+            if task.variant.family is Family.FSDP:
+                seen = seen._replace(decided=_decided(task, rank))
             fence()
             connection.send(Result(data=pickle.dumps(seen)))
             with contextlib.suppress(EOFError):  # until all have answered
@@ -77,7 +84,7 @@ def _observe(task: Task, rank: int, fence: Callable[[], None]) -> Observation:
     counted: list[meter.Counters] = []
     walked: list[tuple[dict[str, Storages], dict[str, Storages]]] = []
     # Not torch.profiler's: that loads a compiler, for seconds.
-    with autograd.profile(profile_memory=True, record_shapes=True) as profiler:
+    with rings.marked(), autograd.profile(profile_memory=True, record_shapes=True) as profiler:
         training = BUILD[task.variant.family](task)
         kernel = meter.Kernel()
         for x, y in _rows(task, rank, task.steps):
@@ -112,6 +119,7 @@ def _observe(task: Task, rank: int, fence: Callable[[], None]) -> Observation:
         asked=log.asked(begin, end),
         params=[_array(tensor) for tensor in training.params()],
         gradients=[],
+        decided={},
     )
 
 
@@ -147,9 +155,35 @@ def _gradients(task: Task, rank: int) -> list[StepGradients]:
         loss_of(twin(x), y).backward()
         training.backward(training.forward(x, y))
         averaged = [_array(_local(param.grad)) for param in training.net.parameters()]
-        found.append(StepGradients([_array(param.grad) for param in twin.parameters()], averaged, []))
+        norms = {str(kind): _norm(training.net, kind) for kind in (2.0, math.inf)}
+        found.append(StepGradients([_array(param.grad) for param in twin.parameters()], averaged, [], norms))
         training.update()
     return [each._replace(groups=training.groups(step)) for step, each in enumerate(found)]
+
+
+def _norm(net: Any, kind: float) -> float:
+    """What clip_grad_norm_ says that the norm of all gradients is; it clips nothing."""
+    found: Tensor = torch.nn.utils.clip_grad_norm_(net.parameters(), math.inf, norm_type=kind)
+    return float(found.full_tensor() if isinstance(found, DTensor) else found)
+
+
+def _decided(task: Task, rank: int) -> dict[str, list[tuple[bool, float]]]:
+    """What torch's two scalers make of a step in which one element of one rank's shard overflows."""
+    found: dict[str, list[tuple[bool, float]]] = {}
+    for kind in (torch.amp.GradScaler, ShardedGradScaler):
+        training = BUILD[task.variant.family](task)
+        scaler: Any = kind("cpu", init_scale=SCALE.init, growth_interval=SCALE.interval)
+        steps = found[kind.__name__] = []
+        for step, (x, y) in enumerate(_rows(task, rank, SCALED_STEPS)):
+            training.backward(scaler.scale(training.forward(x, y)))
+            if step == OVERFLOW_STEP and rank == OVERFLOW_RANK:
+                _local(next(training.net.parameters()).grad).view(-1)[0] = math.inf
+            before = [_local(param).clone() for param in training.net.parameters()]
+            scaler.step(training.adam)
+            scaler.update()
+            pairs = zip(before, training.net.parameters(), strict=True)
+            steps.append((all(torch.equal(one, _local(param)) for one, param in pairs), float(scaler.get_scale())))
+    return found
 
 
 def _rows(task: Task, rank: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -9,17 +9,24 @@ its values at two ends somewhere in between lies on it everywhere in between. Mu
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from zerosim.layers import Role
 from zerosim.worlds.shapes import ModelShapes, Tensor, UnitShapes
 
 MOST_ROWS = 65_536  # the largest micro-batch that is searched for
 SPAN = 8  # from one end of a line to the other
 
 Measure = Callable[[int], ModelShapes]
+
+
+class _Off(Exception):
+    """Not on a line of integers."""
+
+
+_FAILURES = (ValueError, ArithmeticError, RuntimeError, _Off)  # no line, or too large for some operation
 
 
 class BatchSizes:
@@ -56,20 +63,17 @@ class BatchSizes:
             self.at(low), self.at(low * SPAN)
             if self._between(low, 2 * low) == self.at(2 * low):
                 return True
-            if low == 1:  # each by itself, while what measures is loaded
-                for rows in range(1, SPAN):
-                    self.at(rows)
-        except (ValueError, ArithmeticError, RuntimeError, _Off):  # no line, or too large for some operation
+        except _FAILURES:
             pass
+        if low == 1:  # each by itself, while what measures is loaded
+            for rows in range(1, SPAN):
+                with suppress(*_FAILURES):
+                    self.at(rows)
         return False
 
     def _between(self, low: int, rows: int) -> ModelShapes:
         left, right = (msgspec.to_builtins(self._measured[end]) for end in (low, low * SPAN))
         return msgspec.convert(_line(left, right, rows - low, low * SPAN - low), ModelShapes)
-
-
-class _Off(Exception):
-    """Not on a line of integers."""
 
 
 def _line(low: Any, high: Any, part: int, whole: int) -> Any:
@@ -97,11 +101,11 @@ def _line(low: Any, high: Any, part: int, whole: int) -> Any:
 def compact(shapes: ModelShapes, *, copies: bool = False) -> ModelShapes:
     """The same model with what a unit saves as one piece of memory: as many bytes, in fewer allocations.
 
-    ``copies``: each unit also saves a 16-bit copy of the parameters that it reads.
+    ``copies``: each unit also saves a 16-bit copy of the parameters that it reads, if they have no dtype of their own.
     """
     units = []
     for unit in shapes.units:
-        read = sum(shapes.groups[group].size for group in unit.groups if shapes.groups[group].role is not Role.BUFFER)
+        read = sum(shapes.groups[group].size for group in unit.groups if shapes.groups[group].dtype is None)
         more = (Tensor((read,), "bfloat16"),) if copies and read and unit.outputs else ()
         units.append(_compact(unit, more))
     return msgspec.structs.replace(shapes, units=tuple(units), loss=_compact(shapes.loss))

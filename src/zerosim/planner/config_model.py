@@ -7,21 +7,22 @@ schemes, N or cards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from zerosim.layers import Role
-from zerosim.planner import config_file, hf_inputs, hf_models, lora
+from zerosim.planner import config_file, frozen, hf_inputs, hf_models, lora
 from zerosim.planner.config_facts import Facts
 from zerosim.planner.model_source import Inputs
 from zerosim.records.plan import Finetuning
 from zerosim.torch_models.profile import measure
-from zerosim.torch_models.units import Wrap
+from zerosim.torch_models.units import Wrap, partition
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, Tensor, UnitShapes
 
 PROBE = 16  # tokens of the row with which ways to run a model are tried
-NOTE = "attention runs in one fused kernel"
 OTHER_PARTS = {
     "frozen": "are held frozen", "left out": "are left out", "trained": "are held with gradients and optimizer state",
 }  # fmt: skip
@@ -37,6 +38,7 @@ class _Way:
     attention: str
     call: int
     wrap: Wrap
+    fused: bool = False
 
 
 class ConfigModel:
@@ -54,11 +56,16 @@ class ConfigModel:
     ) -> ModelShapes:
         """What a micro-batch of so many rows keeps, gives and costs. ValueError, in words, if it can't be run."""
         if self._error is not None:
-            return _states_alone(self._way, rows)
-        try:
-            return self._measured(self._way, rows, sequence, checkpoint, compute, loss, kv)
-        except Exception as error:  # it is the model's own code that runs, and its errors are of any kind
-            raise self._failed(error, compute) from error
+            found = _states_alone(self._way, rows)
+        else:
+            try:
+                found = self._measured(self._way, rows, sequence, checkpoint, compute, loss, kv)
+            except Exception as error:  # it is the model's own code that runs, and its errors are of any kind
+                raise self._failed(error, compute) from error
+        if (kind := self._finetuning.frozen_dtype) is None:
+            return found
+        blocks = [unit.name for unit in partition(self._way.module, self._way.wrap) if unit.matched]
+        return frozen.held(found, kind, blocks, 4 if compute == "fp32" else 2)
 
     def _ways(self) -> Iterator[_Way]:
         """Ways to run it, the likeliest first: attention in one kernel and text alone, and then what else there is."""
@@ -84,7 +91,9 @@ class ConfigModel:
         failed: tuple[_Way, Exception] | None = None
         for way in self._ways():
             try:
-                return way, self._measured(way, 1, PROBE, "none", "bf16"), None
+                calls = hf_models.fused_calls()
+                found = self._measured(way, 1, PROBE, "none", "bf16")
+                return replace(way, fused=hf_models.fused_calls() > calls), found, None
             except Exception as error:  # noqa: BLE001 - the model's own code, and there may be another way
                 failed = failed or (way, error)
         assert failed is not None, "there is a way to try, or none could be made"
@@ -98,10 +107,12 @@ class ConfigModel:
         kv: str = "grouped",
     ) -> ModelShapes:  # fmt: skip
         with hf_models.unpacked(), hf_models.keys_and_values(kv):
-            return measure(
+            found = measure(
                 way.module, way.inputs(rows, sequence), way.wrap, compute=compute, checkpoint=checkpoint,
                 loss=partial(hf_inputs.loss, kind=loss), target=hf_inputs.target, idle=self._finetuning.other_parts,
             )  # fmt: skip
+
+        return _unreached(found, self._finetuning.other_parts, type(way.module).__name__)
 
     def _failed(self, error: Exception, compute: str) -> ValueError:
         name = self._architecture.name
@@ -123,15 +134,17 @@ class ConfigModel:
         idle = 0 if self._error is not None else _idle_parameters(probe, whole, finetuning)
         if idle:
             notes.append(f"{idle:,} parameters that text does not reach {OTHER_PARTS[finetuning.other_parts]}")
-        notes.append(NOTE)
-        if way.attention != hf_models.ATTENTION:
-            notes[-1] = NOTE.replace("in one fused kernel", f"as transformers' own {way.attention}")
         if self._error is not None:
             reason = " ".join(str(self._error.__cause__ or self._error).split())[:150].rstrip(".")
-            notes[-1] = (
+            notes.append(
                 f"it cannot be run on shapes ({reason}): activations, gathered parameters and FLOPs are left out, so "
                 f"whether it fits is said only where the model states alone do not"
             )
+        elif way.fused:
+            notes.append("attention runs in one fused kernel")
+        elif hf_models.attends(way.module):
+            own = "eager" if way.attention == hf_models.ATTENTION else way.attention  # not by transformers' interface
+            notes.append(f"attention runs as transformers' own {own}")
         most, table = hf_models.positions(way.module, self._config)
         return Facts(
             name=self._architecture.name, most=most, table=table, length=way.length, attention=way.attention,
@@ -160,6 +173,33 @@ def _states_alone(way: _Way, rows: int) -> ModelShapes:
     row = Tensor((rows, 1), "int64")
     loss = UnitShapes(name="loss", feeds=(len(units) - 1,))
     return ModelShapes(groups=tuple(groups), units=tuple(units), loss=loss, inputs=(row,), target=row)
+
+
+def _unreached(shapes: ModelShapes, other_parts: str, whole: str) -> ModelShapes:
+    """What a module holds itself, such as a table of positions, is as idle as the units in it if none is reached."""
+    reached = [unit for unit in shapes.units if unit.outputs or unit.saved]
+    used = {group for unit in reached for group in unit.groups}
+    idle = {
+        group
+        for unit in shapes.units
+        if not unit.outputs and unit.name != whole and not any(each.name.startswith(unit.name) for each in reached)
+        for group in unit.groups
+        if group not in used and shapes.groups[group].role is Role.TRAINABLE
+    }
+    if not idle or other_parts == "trained":
+        return shapes
+    if other_parts == "frozen":
+        groups = tuple(
+            GroupShapes(f"{group.name} frozen", group.shapes, Role.FROZEN) if index in idle else group
+            for index, group in enumerate(shapes.groups)
+        )
+        return msgspec.structs.replace(shapes, groups=groups)
+    kept = [index for index in range(len(shapes.groups)) if index not in idle]
+    units = tuple(
+        msgspec.structs.replace(unit, groups=tuple(kept.index(group) for group in unit.groups if group not in idle))
+        for unit in shapes.units
+    )
+    return msgspec.structs.replace(shapes, groups=tuple(shapes.groups[index] for index in kept), units=units)
 
 
 def _idle_parameters(probe: ModelShapes, whole: int, finetuning: Finetuning) -> int:

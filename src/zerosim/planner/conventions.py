@@ -53,6 +53,7 @@ class Convention:
     ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded;
     ``left_out`` what the system does that is not counted. ValueError for a precision that there is not.
 
+    >>> from zerosim.schemes import ZeRO3
     >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
     1
     """

@@ -41,12 +41,15 @@ TASKS = (
 
 
 _expanded = False
+_calls = 0  # of the fused kernel
 _ONE_EACH = torch.nn.Identity()  # a module without groups of heads
 
 
 def _fused(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **options: Any) -> Any:
     """Attention in one kernel. Its dropout is drawn again in its backward and its soft cap computed again, so that
     nothing is kept of them."""
+    global _calls
+    _calls += 1
     options.pop("softcap", None)
     if _expanded and (times := getattr(module, "num_key_value_groups", 1)) > 1:
         key, value = repeat_kv(key, times), repeat_kv(value, times)
@@ -58,6 +61,16 @@ logging.set_verbosity_error()  # what it would rather have is no business of a p
 
 # Under a name of our own transformers builds no mask, for which it would read values.
 AttentionInterface.register(ATTENTION, _fused)
+
+
+def fused_calls() -> int:
+    """How often attention has run in the one kernel by now."""
+    return _calls
+
+
+def attends(made: torch.nn.Module) -> bool:
+    """Whether there is attention in the model at all."""
+    return any("attention" in type(each).__name__.lower() for each in made.modules())
 
 
 @contextmanager
@@ -186,14 +199,16 @@ def configuration(values: Mapping[str, Any], found: Architecture, where: str) ->
 
 def module(values: Mapping[str, Any], found: Architecture, where: str, attention: str) -> torch.nn.Module:
     """The module on the meta device, in training, all of its parameters trainable, with that attention."""
-    config = configuration(values, found, where)
+    config, kind = configuration(values, found, where), getattr(transformers, found.name)
+    if kind.config_class is not None and kind.config_class is getattr(config, "sub_configs", {}).get("text_config"):
+        config = config.get_text_config()  # the language model of a type of several kinds of input
     try:
         config.use_cache = False
         for part in {id(each): each for each in _configs(config)}.values():
             part.use_cache = False
         config._attn_implementation = attention
         with torch.device("meta"):
-            made = getattr(transformers, found.name)._from_config(config, dtype=torch.float32)
+            made = kind._from_config(config, dtype=torch.float32)
     except Exception as error:
         raise config_file.refused(values, where, found.name, error) from error
     return made.train()

@@ -28,7 +28,8 @@ class KnownModel:
 def _known() -> dict[str, KnownModel]:
     models = [KnownModel(**each) for each in json.loads(FILE.read_text())]
     by_name = {model.name.lower(): model for model in models}
-    return by_name | {name.rpartition("/")[2]: model for name, model in by_name.items()}
+    short = {name.rpartition("/")[2]: model for name, model in by_name.items()}
+    return by_name | {name.removesuffix("-hf"): model for name, model in short.items()} | short
 
 
 def names() -> list[str]:
@@ -37,7 +38,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> KnownModel | None:
-    """The model of that name, whatever its case and with or without its maker's name before it."""
+    """The model of that name, whatever its case and with or without its maker's name before it, or -hf behind it."""
     return _known().get(name.strip().lower())
 
 

@@ -6,9 +6,10 @@ sources are named, nor schemes, N or cards.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from zerosim.bands import DType
 from zerosim.layers import Model
@@ -55,45 +56,48 @@ class Prepared:
     states_alone: bool = False
 
 
-@runtime_checkable
-class ModelSource(Protocol):
-    """A model that can be prepared for any workload."""
+class ModelSource(ABC):
+    """A model that can be prepared for any workload; ``kind`` is what kind of thing names it.
+
+    A class to inherit from: to ask an object whether it has a name would be to find it, which may load torch.
+    """
+
+    kind: str
 
     @property
-    def kind(self) -> str:
-        """What kind of thing names it."""
-        ...
-
-    @property
+    @abstractmethod
     def name(self) -> str:
         """What it is called."""
-        ...
 
     @property
+    @abstractmethod
     def sequence(self) -> int | None:
         """The length of a row unless told otherwise; None where rows have no length."""
-        ...
 
+    @abstractmethod
     def notes_for(self, sequence: int | None) -> list[str]:
         """What is to be said about it, for rows of that length."""
-        ...
 
+    @abstractmethod
     def prepare(self, workload: Workload, rows: int) -> Prepared:
         """The model for micro-batches of ``workload``, and a batch of ``rows`` rows in all; or ValueError."""
-        ...
 
 
-class Perceptron:
+class Perceptron(ModelSource):
     """A multi-layer perceptron of the given widths, whose rows have no length."""
 
     kind = "list of layer sizes"
-    sequence: int | None = None
+    sequence = None
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = list(widths)
-        self.name = f"MLP {'-'.join(map(str, widths)) if len(widths) < 9 else f'of {len(widths) - 1} layers'}"
         self._model = Shapes(MLP(self.widths))
         too_large(self._model.n_params)
+
+    @property
+    def name(self) -> str:
+        widths = self.widths
+        return f"MLP {'-'.join(map(str, widths)) if len(widths) < 9 else f'of {len(widths) - 1} layers'}"
 
     def notes_for(self, sequence: int | None) -> list[str]:
         return ["activations are fp32, whatever the precision of the parameters"]

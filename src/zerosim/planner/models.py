@@ -9,6 +9,8 @@ import difflib
 import re
 from pathlib import Path
 
+import msgspec
+
 from zerosim.planner import config_file, known_models
 from zerosim.planner.config_source import ConfigSource, require
 from zerosim.planner.model_source import ModelSource, Perceptron
@@ -35,11 +37,12 @@ def read(text: str, finetuning: Finetuning | None = None) -> ModelSource:
         _plain(finetuning, "a list of layer sizes")
         return Perceptron(_widths(text))
     if _PYTHON.fullmatch(text) and not path.exists():
-        _plain(finetuning, "a Python path")
+        finetuning = finetuning or Finetuning()
+        _plain(msgspec.structs.replace(finetuning, frozen_dtype=None), "a Python path")
         require("torch", extra="torch")
         from zerosim.planner import python_path
 
-        return python_path.from_python(text)
+        return python_path.from_python(text, finetuning.frozen_dtype)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
@@ -69,6 +72,8 @@ def _label(path: Path) -> str:
 
 def _plain(finetuning: Finetuning | None, what: str) -> None:
     """Refuse what only a configuration can be given."""
+    if finetuning is not None and finetuning.frozen_dtype is not None:
+        raise ValueError(f"plan(frozen_dtype): nothing of {what} is frozen. Leave --frozen-dtype out.")
     if finetuning is not None and finetuning != Finetuning():
         raise ValueError(
             f"plan(lora): --lora and --other-parts are for a config.json or a model's name; {what} says itself what is "

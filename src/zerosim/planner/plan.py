@@ -18,7 +18,7 @@ import msgspec
 from zerosim.bands import Band
 from zerosim.layers import Role
 from zerosim.planner import cluster as hardware
-from zerosim.planner import search
+from zerosim.planner import frozen, search
 from zerosim.planner.batch_sizes import MOST_ROWS
 from zerosim.planner.cards import Card
 from zerosim.planner.estimators import Facts, estimates
@@ -41,6 +41,7 @@ from zerosim.records.plan import (
 )
 from zerosim.stages import Stage
 
+IN_BACKWARD = "each unit is updated in the backward pass, as soon as its gradients are there, which are then freed"
 MOST_RANKS = 4096  # a smallest N is searched for up to here
 
 Advance = Callable[[str], None]
@@ -118,13 +119,13 @@ def _model(runner: Runner) -> ModelRecord:
     model = runner.prepare(runner.question.rows[0]).model
     too_large(model.n_params)
     groups = dict.fromkeys(group for layer in model.layers for group in layer.groups)
-    by_role = {role: sum(group.size for group in groups if group.role is role) for role in Role}
+    by_role = {role: sum(group.params for group in groups if group.role is role) for role in Role}
     units: list[Unit] = []
     seen: set[object] = set()
     for layer in model.layers:
         own = [group for group in layer.groups if group.role is not Role.BUFFER and group not in seen]
         seen.update(own)
-        params = sum(group.size for group in own)
+        params = sum(group.params for group in own)
         if units and units[-1].params == params:
             units[-1] = Unit(name=units[-1].name, params=params, count=units[-1].count + 1)
         else:
@@ -138,7 +139,12 @@ def _model(runner: Runner) -> ModelRecord:
         buffers=by_role[Role.BUFFER],
         units=units,
         sequence=runner.question.sequence or source.sequence,
-        notes=[*runner.question.notes, *source.notes_for(runner.question.sequence or source.sequence)],
+        notes=[
+            *runner.question.notes,
+            *source.notes_for(runner.question.sequence or source.sequence),
+            *frozen.note(runner.question.finetuning.frozen_dtype),
+            *([IN_BACKWARD] if runner.question.optimizer_in_backward else []),
+        ],
     )
 
 
@@ -165,6 +171,7 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         time=None
         if runner.prepare(row).states_alone
         else hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch),
+        saved=ran.saved,
     )
 
 

@@ -18,11 +18,12 @@ import torch
 
 from zerosim.bands import FP32
 from zerosim.model import MLP
+from zerosim.planner import frozen
 from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.model_source import Inputs, ModelSource, Perceptron, Prepared, Workload, too_large
 from zerosim.torch_models.losses import cross_entropy
 from zerosim.torch_models.profile import measure
-from zerosim.torch_models.units import blocks
+from zerosim.torch_models.units import blocks, partition
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 SEQUENCE = 2048  # the length of a row unless told otherwise
@@ -38,7 +39,7 @@ KEYS = {
 HINT = "It was called with token numbers [rows, sequence]; if it takes others, return a mapping with inputs."
 
 
-class TorchModelSource:
+class TorchModelSource(ModelSource):
     """A module on the meta device. ``inputs`` and ``target`` are functions of rows and length of a row."""
 
     kind = "Python path"
@@ -55,12 +56,22 @@ class TorchModelSource:
         target: Inputs | None = None,
         notes: Sequence[str] = (),
         hint: str = "",
+        frozen_dtype: str | None = None,
     ) -> None:
-        self.name, self.sequence, self._notes = name, sequence, list(notes)
+        self._name, self._sequence, self._notes = name, sequence, list(notes)
         self._module, self._inputs, self._wrap = module, inputs, wrap
         self._loss, self._target, self._hint = loss, target, hint
+        self._frozen = frozen_dtype
         self._sizes: dict[tuple[int | None, str, str], BatchSizes] = {}
         too_large(sum(parameter.numel() for parameter in module.parameters()))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def sequence(self) -> int | None:
+        return self._sequence
 
     def notes_for(self, sequence: int | None) -> list[str]:
         return self._notes
@@ -87,7 +98,7 @@ class TorchModelSource:
         target = None if self._target is None else self._example("target", self._target, rows, sequence)
         try:
             with _rows_apart():
-                return measure(
+                found = measure(
                     self._module, inputs, self._wrap, compute=compute, checkpoint=checkpoint,
                     loss=self._loss, target=target,
                 )  # fmt: skip
@@ -96,6 +107,10 @@ class TorchModelSource:
             reason = str(error) if known else f"plan(MODEL): {self.name} failed: {type(error).__name__}: {error}"
             hint = "Some kernels take 16 bits only: try --precision bf16." if compute == "fp32" else ""
             raise ValueError(" ".join(filter(None, (f"{reason.rstrip('.')}.", self._hint, hint)))) from error
+        if self._frozen is None:
+            return found
+        blocks = [unit.name for unit in partition(self._module, self._wrap) if unit.matched]
+        return frozen.held(found, self._frozen, blocks, 4 if compute == "fp32" else 2)
 
     def _example(self, key: str, make: Inputs, rows: int, sequence: int | None) -> Any:
         """What the caller's own function gives."""
@@ -142,7 +157,7 @@ def _called(module: torch.nn.Module) -> Inputs:
     return lambda rows, sequence: {"input_ids": tokens(rows, sequence), **without}
 
 
-def from_python(text: str) -> ModelSource:
+def from_python(text: str, frozen_dtype: str | None = None) -> ModelSource:
     """The model that ``package.module:factory`` returns when it is called, on the meta device.
 
     A module, or a mapping with ``KEYS``, or an ``MLP``. ValueError, with what would work, for
@@ -168,11 +183,14 @@ def from_python(text: str) -> ModelSource:
             f"plan(MODEL): {text}() failed on the meta device, where tensors have shapes and no values: "
             f"{type(error).__name__}: {error}. It must return a model without arguments, and without reading values."
         ) from error
-    return _source(made, text)
+    return source(made, text, frozen_dtype)
 
 
-def _source(made: Any, text: str) -> ModelSource:
+def source(made: Any, text: str, frozen_dtype: str | None = None) -> ModelSource:
+    """The source of what a factory, ``text``, has made; what is frozen of a module is kept in ``frozen_dtype``."""
     if isinstance(made, MLP):
+        if frozen_dtype is not None:
+            raise ValueError("plan(frozen_dtype): nothing of a perceptron is frozen. Leave --frozen-dtype out.")
         return Perceptron(made.widths)
     parts: Mapping[str, Any] = made if isinstance(made, Mapping) else {"module": made}
     module = parts.get("module")
@@ -200,5 +218,6 @@ def _source(made: Any, text: str) -> ModelSource:
         sequence=sequence,
         notes=[] if parts.get("inputs") else ["called with token numbers [rows, sequence]"],
         hint="" if parts.get("inputs") else HINT,
+        frozen_dtype=frozen_dtype,
         **options,
     )

@@ -110,6 +110,7 @@ def check(question: Question) -> Question:
         value = getattr(question, name)
         if value is not None and value > most:
             raise ValueError(f"plan({name}): at most {most:,}; got {value:,}. Pass fewer.")
+    _in_backward(question)
     _divides(question)
     for name in ("efficiency", "peak", "within", "between", "hop_within", "hop_between"):
         value = getattr(question.network, name)
@@ -122,6 +123,17 @@ def check(question: Question) -> Question:
         return msgspec.convert(msgspec.to_builtins(question), Question)
     except msgspec.ValidationError as error:
         raise ValueError(f"plan: {error}.") from error
+
+
+def _in_backward(question: Question) -> None:
+    """Refuse what needs the gradients of a whole step where they are freed one by one."""
+    if question.optimizer_in_backward and (question.accumulate != 1 or question.global_batch is not None):
+        what = "accumulate" if question.global_batch is None else "global_batch"
+        raise ValueError(
+            f"plan(optimizer_in_backward): gradients are freed as soon as they are used, so those of several "
+            f"micro-batches cannot be added; got {what} {getattr(question, what):,}. Leave "
+            f"--{what.replace('_', '-')} out and use --micro-batch."
+        )
 
 
 def _divides(question: Question) -> None:

@@ -22,7 +22,7 @@ from zerosim.optimizer import SGD, Adam
 from zerosim.options import Options
 
 SCALE_BLOCK = 256  # elements that share one fp32 scale in 8-bit Adam (Dettmers et al., arXiv 2110.02861; torchao)
-_ADAM = 13  # operations per element, as Adam's own
+_ADAM, _SGD = 13, 2  # operations per element, as their own; a momentum takes another two
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,15 @@ class Planned(Adam):
         return dict.fromkeys(self.states, np.dtype(np.uint8)) if self.eight_bit else {}
 
 
+@dataclass(frozen=True)
+class PlannedSGD(SGD):
+    """SGD on parameters of any dtype, of which only what it keeps is known."""
+
+    def update(self, params: Any, grads: Any, momentum: Any = None, *, flops: Callable[[int], None], **_: Any) -> None:
+        """Book the operations."""
+        flops((_SGD if momentum is None else 2 * _SGD) * params.shape[1])
+
+
 OPTIMIZERS: Mapping[str, Adam | SGD] = {
     "adam": Adam(),
     "adamw": Adam(),  # weight decay keeps nothing
@@ -77,9 +86,11 @@ OPTIMIZERS: Mapping[str, Adam | SGD] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOptions(Options):
-    """Options of a run on shapes under any of ``RECIPES``, which is named in ``planned``."""
+    """Options of a run on shapes under any of ``RECIPES``, which is named in ``planned``, and if ``in_backward`` with
+    each unit's update as soon as its gradients are there."""
 
     planned: str = ""
+    in_backward: bool = False
 
     @property
     def recipe(self) -> Precision:
@@ -92,20 +103,22 @@ class PlannedOptions(Options):
         return Recipe(row.name, row.working, row.master, row.grads, row.main_grads, held={**own, **held})
 
 
-def options(base: Options, name: str, optimizer: str) -> Options:
+def options(base: Options, name: str, optimizer: str, *, in_backward: bool = False) -> Options:
     """The options with that recipe and optimizer: plain ones where the simulator has both, else planned ones."""
     chosen = OPTIMIZERS[optimizer]
     values = {
         each: getattr(base, each)
         for each in base.__dataclass_fields__
-        if each not in ("precision", "optimizer", "planned")
+        if each not in ("precision", "optimizer", "planned", "in_backward")
     }
-    if name in PRECISIONS and not isinstance(chosen, Planned):
+    if name in PRECISIONS and not isinstance(chosen, Planned) and not in_backward:
         return Options(**values, precision=name, optimizer=chosen)
-    if not isinstance(chosen, SGD):
+    if isinstance(chosen, SGD):
+        chosen = PlannedSGD(momentum=chosen.momentum)
+    else:
         chosen = Planned(eight_bit=isinstance(chosen, Planned) and chosen.eight_bit)
     stands_for = name if name in PRECISIONS else "bf16" if RECIPES[name].working == BF16 else "fp32"
-    return PlannedOptions(**values, precision=stands_for, optimizer=chosen, planned=name)
+    return PlannedOptions(**values, precision=stands_for, optimizer=chosen, planned=name, in_backward=in_backward)
 
 
 def scales(optimizer: str, elements: int) -> int:

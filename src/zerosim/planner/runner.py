@@ -11,14 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerosim.bands import Band, DType
+from zerosim.bands import FP32, NOT_SAVED, Band, DType
 from zerosim.counts import EventKind, Report
 from zerosim.options import Options
 from zerosim.planner import recipes
 from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.ranks import OutOfMemory
-from zerosim.records.plan import Peak, Question, Shortage, Traffic
+from zerosim.records.files import CHUNK
+from zerosim.records.plan import Peak, Question, Saved, Shortage, Traffic
 from zerosim.schemes import DP, Scheme, Stage
 from zerosim.worlds.dry import DryRing
 
@@ -36,6 +37,7 @@ class StepRun:
     report: Report
     groups: dict[str, list[str]]
     """The groups of parameters that each unit reads."""
+    saved: Saved
 
 
 class Runner:
@@ -66,7 +68,7 @@ class Runner:
         if question.bucket is not None and not self._beside(row):
             asked["bucket"] = question.bucket
         base = self.convention.options(row, question.precision)
-        chosen = recipes.options(base, self.precision, question.optimizer)
+        chosen = recipes.options(base, self.precision, question.optimizer, in_backward=question.optimizer_in_backward)
         return replace(chosen, **asked, accumulate=question.micro_batches(ranks, micro_batch))
 
     def _beside(self, row: Stage) -> dict[Band, int]:
@@ -161,7 +163,25 @@ def _step_run(scheme: Scheme) -> StepRun:
         flops={str(phase): count for phase, count in report.flops.items() if count},
         report=report,
         groups={layer.name: [group.name for group in layer.groups] for layer in scheme.layers},
+        saved=_saved(scheme),
     )
+
+
+def _saved(scheme: Scheme) -> Saved:
+    """What a checkpoint of the states that are held takes: each piece once, of the lowest rank that has it."""
+    total = rank = by_layer = 0
+    for bucket in scheme.buckets:
+        for band, state in bucket.states.items():
+            own = state.nbytes // len(state)
+            if band not in NOT_SAVED:
+                rank += own
+                total += own * (scheme.ring.size if band is Band.BUFFERS else bucket.padded // state.shape[1])
+        if (kept := bucket.states.get(Band.MASTER, bucket.states.get(Band.PARAMS))) is not None:
+            by_layer = max(by_layer, FP32.itemsize * bucket.padded + min(CHUNK, kept.nbytes // len(kept)))
+    if scales := scheme.ledger.held.get(Band.SCALES, 0):  # of moments, and sharded as they are
+        rank += scales
+        total += scales * scheme.shard.piece(Band.EXP_AVG, 0, scheme.ring.size, scheme.options.node)[1]
+    return Saved(total=total, rank=rank, whole=FP32.itemsize * scheme.model.n_params, by_layer=by_layer)
 
 
 def _peak(report: Report) -> Peak:

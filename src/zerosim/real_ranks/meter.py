@@ -10,7 +10,7 @@ Owns independent readings of the same traffic, of which ``worlds.gloo`` explains
   What goes over a connection that is opened, used with ``send`` and closed between two readings, or as a
   datagram, shows in nothing else.
 
-Must not know torch, schemes or ledgers.
+And of the process itself, the most memory that it has had. Must not know torch, schemes or ledgers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import resource
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -147,3 +149,16 @@ class Kernel:
         """Give the descriptors back."""
         while self._files:
             os.close(self._files.popitem()[1])
+
+
+def highest_memory() -> int:
+    """Bytes of this process's largest resident set up to now.
+
+    Of the program that runs in it: ``ru_maxrss`` has also what the process that started it had by then,
+    which on Linux outlives ``exec``, so it is asked only where there is no /proc.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

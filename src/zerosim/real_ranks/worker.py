@@ -7,8 +7,6 @@ step itself can send. Knows nothing of what is expected of it.
 from __future__ import annotations
 
 import contextlib
-import resource
-import sys
 import traceback
 from collections import Counter
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +32,7 @@ from zerosim.real_ranks.connection import (
     Trouble,
 )
 from zerosim.real_ranks.fault_injection import FaultyRing
-from zerosim.real_ranks.meter import Counters, Kernel, addresses, tcp_sockets
+from zerosim.real_ranks.meter import Counters, Kernel, addresses, highest_memory, tcp_sockets
 from zerosim.real_ranks.processes import Heartbeat
 from zerosim.real_ranks.simulation import one_thread, threads
 from zerosim.records.real_ranks import Settings
@@ -140,7 +138,10 @@ class _Part:
         kernel = Kernel(known)
         self._connection.send(
             Ready(
-                order=order, unmeasured=kernel.unmeasured, addresses=addresses(tcp_sockets() - known), memory=_memory()
+                order=order,
+                unmeasured=kernel.unmeasured,
+                addresses=addresses(tcp_sockets() - known),
+                memory=highest_memory(),
             )
         )
         return kernel
@@ -195,7 +196,7 @@ class _Part:
             **counted._asdict(),
             resident=dict(report.resident),
             peak=dict(report.peak.by_band),
-            memory=_memory(),
+            memory=highest_memory(),
             seconds={str(phase): seconds for phase, seconds in report.seconds.items()},
         )
 
@@ -206,8 +207,3 @@ def _raw(held: States) -> dict[str, dict[str, bytes]]:
 
 def _handed(calls: Counter[tuple[Op, int, int]]) -> list[Handed]:
     return [Handed(str(op), nbytes, size, times) for (op, nbytes, size), times in calls.items()]
-
-
-def _memory() -> int:
-    """Bytes of this process's largest resident set up to now."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -22,6 +22,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a file: it cannot be changed, and a field that it does not know is an error on reading."""
 
 
+CHUNK = 1 << 20  # bytes of a large file that are read at a time
 Kind = TypeVar("Kind", bound=Record)
 
 

@@ -18,11 +18,14 @@ PARAMS, GRADS, MASTER, STATE = "params", "grads", "master", "optimizer state"
 ELSEWHERE = "elsewhere"  # allocated, but not found in a tensor of a band
 BEFORE = "from before the step"
 
-GRADIENTS, BYTES, RANKS = "gradients", "bytes", "ranks"
+GRADIENTS, BYTES, RANKS, NORMS, DECISIONS = "gradients", "bytes", "ranks", "norms", "decisions"
+ULPS = 16  # by which a norm may differ that is added in another order
 CHECKS = {
     GRADIENTS: "DDP's and FSDP2's gradients are the simulator's ring over the local ones, bit for bit",
     BYTES: "the kernel counted payload and framing of the collectives asked for, and nothing else",
     RANKS: "all ranks of a framework end with the same parameters, bit for bit",
+    NORMS: "clip_grad_norm_ gives all ranks one norm: of type inf ours, bit for bit, of type 2 within 16 ulp",
+    DECISIONS: "GradScaler and ShardedGradScaler on FSDP2 skip the steps that the simulator skips, on every rank",
 }
 
 
@@ -65,6 +68,30 @@ class RankSeen(Record):
     kernel: dict[str, list[int]]
 
 
+class Norm(Record):
+    """A norm of all of a step's gradients as clip_grad_norm_ has it and as the simulator does, of the same gradients.
+
+    ``ulps``: how many fp32 numbers are between them.
+    """
+
+    step: int
+    kind: str
+    theirs: float
+    ours: float
+    ulps: int
+
+
+class Decision(Record):
+    """What a scaler made of a step, by rank, and what the simulator's does, with the scale after it."""
+
+    scaler: str
+    step: int
+    skipped: list[bool]
+    scale: float
+    ours_skipped: bool
+    ours_scale: float
+
+
 class Framework(Record):
     """One framework's run, or in ``skipped`` why there is none.
 
@@ -86,6 +113,8 @@ class Framework(Record):
     unmeasured: dict[str, str] = msgspec.field(default_factory=dict)
     scheme: str = ""
     departs: list[str] = msgspec.field(default_factory=list)
+    norms: list[Norm] = msgspec.field(default_factory=list)
+    decisions: list[Decision] = msgspec.field(default_factory=list)
 
 
 class Frameworks(Record):

@@ -18,6 +18,7 @@ SCHEMA = "zerosim.plan/2"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+FrozenDType = Literal["fp32", "fp16", "bf16", "nf4", "nf4-double"]
 
 
 class Network(Record):
@@ -38,12 +39,13 @@ class Finetuning(Record):
 
     ``other_parts``: what becomes of parts that text does not reach, as towers for images are. ``lora`` is
     the rank of adapters beside the linear layers named in ``targets``, by the last parts of their names;
-    all else is frozen then.
+    all else is frozen then. ``frozen_dtype`` is what frozen parameters are kept in, if not in what others are.
     """
 
     other_parts: Literal["frozen", "left out", "trained"] = "frozen"
     lora: Positive | None = None
     targets: tuple[str, ...] = ()
+    frozen_dtype: FrozenDType | None = None
 
 
 class Question(Record):
@@ -54,7 +56,8 @@ class Question(Record):
     preset that it comes from. ``precision``, ``wire``, ``wire_params``, ``padding``, ``all_reduce`` and
     ``prefetch`` are None where the convention decides. ``bucket`` in parameters. ``binary``: whether
     sizes are shown in GiB. ``global_batch`` is the rows of a step on all ranks, from which ``accumulate``
-    follows. ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
+    follows. ``optimizer_in_backward``: each unit's update is made as soon as its gradients are there, which are
+    then freed. ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
     keeps nothing. ``kv``: whether keys and values are kept once for the heads that share them, or for each.
     """
 
@@ -80,6 +83,7 @@ class Question(Record):
     prefetch: Natural | None = None
     global_batch: Positive | None = None
     optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam"
+    optimizer_in_backward: bool = False
     loss: Literal["fp32", "bf16", "chunked", "fused"] = "fp32"
     kv: Literal["grouped", "expanded"] = "grouped"
     finetuning: Finetuning = Finetuning()
@@ -179,6 +183,20 @@ class Cluster(Record):
     source: str
 
 
+class Saved(Record):
+    """Bytes of a checkpoint of the model states, gradients left out and replicas once, file headers left out.
+
+    ``total`` of all files, ``rank`` of the largest, the first rank's. ``whole`` is one file with all parameters in
+    fp32; to put it together takes ``by_layer`` at the peak a layer at a time, and ``whole`` where everything is
+    gathered on one rank first.
+    """
+
+    total: Natural
+    rank: Natural
+    whole: Natural
+    by_layer: Natural
+
+
 class Cell(Record):
     """A step of one row on N GPUs. ``room`` is what a card has left at the peak, negative if it's short."""
 
@@ -191,6 +209,7 @@ class Cell(Record):
     room: int | None
     shortage: Shortage | None
     time: Time | None
+    saved: Saved | None = None
 
     @property
     def name(self) -> str:

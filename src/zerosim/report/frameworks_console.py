@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from zerosim.bands import WIRES
@@ -12,24 +13,28 @@ from zerosim.records.frameworks import (
     BYTES,
     CHECKS,
     COMPARE_GRADIENTS,
+    DECISIONS,
     ELSEWHERE,
     GRADIENTS,
     GRADS,
     MASTER,
+    NORMS,
     PARAMS,
     RANKS,
     STATE,
+    Family,
     Framework,
     Frameworks,
 )
 from zerosim.report.tables import number_table, screen
 
 SHOWN_FAILURES = 20
+WIDTH = 110  # for numbers that are whole
 
 
 def show(found: Frameworks, console: Console | None = None) -> None:
     """Print what was found: memory, traffic and bits, what each framework behaves like, and the verdicts."""
-    console = screen(console, width=80)
+    console = screen(console, width=WIDTH)
     run = [row for row in found.rows if not row.skipped]
     console.print(
         f"\n[bold]The frameworks on {found.settings.ranks} real ranks[/], {found.steps} steps, gloo; "
@@ -37,15 +42,16 @@ def show(found: Frameworks, console: Console | None = None) -> None:
     )
     console.print()
     if found.ended:
-        console.print("[bold red]incomplete[/]: ", end="")
-        console.print(found.ended, markup=False)
+        console.print(f"[bold red]incomplete[/]: {escape(found.ended)}")
     for check, claim in CHECKS.items():
         console.print(f"{check} {_verdict(check, found)}: {claim}")
     for failure in found.failures[:SHOWN_FAILURES]:
         console.print(f"  {failure}", style="red", markup=False)
     if len(found.failures) > SHOWN_FAILURES:
         console.print(f"  and {len(found.failures) - SHOWN_FAILURES:,} more, in frameworks.json")
-    for table in (_memory(run, found.n_params), _traffic(run, found)):
+    for table in (_memory(run, found.n_params), _traffic(run, found), _agreed(run)):
+        if not table.row_count:
+            continue
         console.print()
         console.print(table)
     console.print()
@@ -64,6 +70,8 @@ def _verdict(check: str, found: Frameworks) -> str:
         GRADIENTS: [bool(row.gradients) for row in run if row.family in COMPARE_GRADIENTS],
         BYTES: [rank.moved is not None and bool(rank.kernel) for row in run for rank in row.ranks],
         RANKS: [bool(row.ranks) for row in run],
+        NORMS: [bool(row.norms) for row in run if row.family in COMPARE_GRADIENTS],
+        DECISIONS: [bool(row.decisions) for row in run if row.family is Family.FSDP],
     }[check]
     if not any(compared):
         return "[bold yellow]not measured[/]"
@@ -91,6 +99,31 @@ def _memory(rows: Iterable[Framework], n_params: int) -> Table:
             _range(rest, n_params),
             f"{'' if highest.exact else '≤ '}{_per_param(sum(highest.peak.values()), n_params)}",
             highest.peak_phase,
+        )
+    return table
+
+
+def _agreed(rows: Iterable[Framework]) -> Table:
+    table = number_table(
+        "What all ranks agree on before an update, beside the simulator's of the same gradients",
+        "framework", "norm", "ulp", "ulp, inf", "skipped", "ours",
+        caption="Norm: clip_grad_norm_'s of type 2 in the first step. Ulp: how far it is from ours, the most in any "
+        "step, and of type inf. Skipped: the steps that GradScaler and ShardedGradScaler skip, where one element of "
+        "one rank's shard overflows in the second.",
+        tight=True,
+    )  # fmt: skip
+    for row in rows:
+        if not row.norms:
+            continue
+        two = [norm for norm in row.norms if norm.kind == "2.0"]
+        skipped = dict.fromkeys(str(each.step) for each in row.decisions if any(each.skipped))
+        table.add_row(
+            row.name.replace(", ", ",\n"),
+            f"{two[0].theirs:.7g}",
+            f"{max(norm.ulps for norm in two)}",
+            f"{max(norm.ulps for norm in row.norms if norm.kind == 'inf')}",
+            ", ".join(skipped) or "–",
+            ", ".join(dict.fromkeys(str(each.step) for each in row.decisions if each.ours_skipped)) or "–",
         )
     return table
 

@@ -2,63 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from zerosim.bands import Band
-from zerosim.records.plan import Cell, Cluster, Estimate, LargestModel, Network, Plan, Question
+from zerosim.records.plan import Cell, Estimate, LargestModel, Plan, Question
 from zerosim.report import plan_verdict as verdict
-from zerosim.report.tables import number_table
+from zerosim.report.plan_details import details
+from zerosim.report.tables import number_table, screen
 from zerosim.util import sizes
 
-WIDTH = 118  # where there is no terminal to ask
+WIDTH = 80  # where there is no terminal to ask
+BAR = 14  # characters of the bar that stands for a card
 UNITS_LISTED = 7
-COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 
 
-def show(plan: Plan, console: Console | None = None, *, estimates: bool = False) -> None:
-    """Print what was found: the tables first, then the answers in words."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(file=console.file, highlight=False, width=WIDTH)
-    question = plan.question
+def show(plan: Plan, console: Console | None = None, *, verbose: bool = False, estimates: bool = False) -> None:
+    """Print what was asked, the answer, and a table of the rows; ``verbose`` for what stands behind it."""
+    console = screen(console, width=WIDTH)
     console.print()
-    for line in _heading(plan):
-        console.print(line)
-    tables = [_overview(plan)]
-    for ranks in question.asked:
-        tables += [_bands(plan, ranks), _traffic(plan, ranks), _times(plan, ranks)]
-    if plan.largest_models:
-        tables.append(_largest_models(plan))
-    for table in tables:
-        if table.row_count:
-            console.print()
-            console.print(table)
+    for each in (*_asked(plan), "", *verdict.answers(plan), _overview(plan, console), *verdict.reasons(plan)):
+        console.print(each)
+    for each in _behind(plan, verbose=verbose):
+        console.print(each)
+    for table in details(plan) if verbose else ():
+        console.print()
+        console.print(table)
     if estimates:
         console.print()
         for rule in plan.why:
-            console.print(f"{question.convention}: {escape(rule)}")
+            console.print(f"{plan.question.convention}: {escape(rule)}")
         for rule in plan.left_out:
             console.print(f"[dim]not counted: {escape(rule)}[/]")
-        for ranks in question.asked:
+        for ranks in plan.question.asked:
             _estimates(plan, ranks, console)
-    console.print()
-    for line in verdict.lines(plan):
-        console.print(line)
 
 
-def _heading(plan: Plan) -> Iterator[str]:
+def _asked(plan: Plan) -> Iterator[str]:
+    """The model, the question, and whose rules and recipe, in one line each."""
     model, question = plan.model, plan.question
-    parts = ""
-    if model.frozen:
-        parts += f", of which {model.trainable:,} are trained"
-    if model.buffers:
-        parts += f"; and {model.buffers:,} elements of buffers"
-    yield f"[bold]{escape(model.name)}: {model.params:,} parameters[/]{parts}"
+    trained = f", of which {model.trainable:,} are trained" if model.frozen else ""
+    yield f"[bold]{escape(model.name)}: {model.params:,} parameters[/]{trained}"
+    rows = f"micro-batch {question.micro_batch:,}"
+    rows += f" × {model.sequence:,} tokens" if model.sequence else ""
+    yield ", ".join([rows, *_step(plan), f"checkpointing {question.checkpoint}"])
+    loss = [f"loss {'in ' * (question.loss in ('fp32', 'bf16'))}{question.loss}"] * bool(model.sequence)
+    card = [f"{f'{question.card}, ' if question.card else ''}{sizes.both(question.memory)}"] if question.memory else []
+    yield ", ".join([f"{question.convention}'s rules, precision {plan.precision}", question.optimizer, *loss, *card])
+
+
+def _behind(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
+    """What the model is made of and what was noted of it; in short, how to see more."""
+    if plan.largest_models:
+        yield ""
+        yield _largest_models(plan)
+    model = plan.model
+    for note in model.notes:
+        yield f"[dim]{escape(note)}[/]"
+    if not verbose:
+        yield "[dim]-v: by band and collective, what is at the peak, the least time[/]"
+        return
+    for ranks in plan.question.asked:
+        yield from verdict.saved(plan, ranks)
     units = [
         f"{f'{unit.count} × ' if unit.count > 1 else ''}{unit.params:,} ({escape(unit.name)})"
         for unit in model.units
@@ -66,154 +73,73 @@ def _heading(plan: Plan) -> Iterator[str]:
     ]
     if len(units) > UNITS_LISTED:
         units = [f"{len(units)} kinds, the largest of {max(unit.params for unit in model.units):,}"]
-    yield f"units by their parameters: {', '.join(units)}"
-    rows = f"micro-batch of {question.micro_batch:,} row{'s' if question.micro_batch > 1 else ''}"
-    rows += f" of {model.sequence:,} token{'s' if model.sequence > 1 else ''}" if model.sequence else ""
-    yield ", ".join(
-        [
-            rows,
-            _step(plan),
-            f"checkpointing {question.checkpoint}",
-            f"optimizer {question.optimizer}",
-            *(
-                [f"loss in {question.loss}" if question.loss in ("fp32", "bf16") else f"loss {question.loss}"]
-                * bool(model.sequence)
-            ),
-            f"convention {question.convention}",
-            f"precision {plan.precision}",
-        ]
-    )
-    if question.memory:
-        yield f"card: {f'{question.card}, ' if question.card else ''}{sizes.both(question.memory)}"
-    for note in model.notes:
-        yield f"[dim]{escape(note)}[/]"
+    buffers = f"; and {model.buffers:,} elements of buffers" if model.buffers else ""
+    yield f"units by their parameters: {', '.join(units)}{buffers}"
 
 
-def _step(plan: Plan) -> str:
-    """How many micro-batches and tokens a step has on the numbers of GPUs that were asked for."""
-    question, found = plan.question, []
+def _step(plan: Plan) -> Iterator[str]:
+    """How many micro-batches, and how many tokens, a step has on the numbers of GPUs that were asked for."""
+    question, sequence = plan.question, plan.model.sequence
     for ranks in question.asked:
         times = question.micro_batches(ranks)
-        text = f"{times:,} of them a step" if times > 1 else "one a step"
-        if plan.model.sequence:
-            text += f" ({times * ranks * question.micro_batch * plan.model.sequence:,} tokens on {ranks:,})"
-        found.append(text)
-    return "; ".join(found)
+        if times > 1:
+            yield f"{times:,} of them a step on {ranks:,}"
+        if sequence:
+            yield f"{times * ranks * question.micro_batch * sequence:,} tokens a step on {ranks:,}"
 
 
-def _overview(plan: Plan) -> Table:
+def _overview(plan: Plan, console: Console) -> Table:
+    """A line for each row and N. On a narrow screen the bar makes room for the numbers, and then what is sent does."""
     question = plan.question
-    table = number_table(
-        "Per GPU: at rest, at the peak of a step, and sent in a step",
-        "N", "scheme", "at rest", "peak", "room", "the peak is in", "mostly", "sent",
-    )  # fmt: skip
-    for column in (1, 5, 6):
-        table.columns[column].justify = "left"
+    left_out = set() if len(question.gpus) > 1 else {"N"}
+    if not question.memory:
+        left_out |= {"of the card", "room"}
+    table = _rows(plan, left_out)
+    for column in ("of the card", "sent"):
+        if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+            left_out |= {column}
+            table = _rows(plan, left_out)
+    return table
+
+
+def _rows(plan: Plan, left_out: Collection[str]) -> Table:
+    question = plan.question
+    columns = [
+        each for each in ("N", "scheme", "at rest", "peak", "of the card", "room", "sent") if each not in left_out
+    ]
+    table = number_table("", *columns, left=0)
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column.header in ("scheme", "of the card") else "right"
     for ranks in question.gpus:
         for index, cell in enumerate(plan.at(ranks)):
-            largest = cell.peak.largest
-            share = cell.peak.by_band.get(largest, 0) / max(1, cell.peak.total)
-            table.add_row(
-                f"{ranks:,}" if not index else "",
-                cell.name,
-                verdict.size(question, cell.at_rest),
-                verdict.size(question, cell.peak.total),
-                _room(question, cell),
-                escape(verdict.instant(cell.peak)),
-                f"{largest} {share:.0%}",
-                verdict.size(question, cell.sent),
-            )
+            row = {
+                "N": f"{ranks:,}" if not index else "",
+                "scheme": escape(cell.name),
+                "at rest": verdict.size(question, cell.at_rest),
+                "peak": verdict.size(question, cell.peak.total),
+                "of the card": _bar(question, cell),
+                "room": _room(question, cell),
+                "sent": verdict.size(question, cell.sent),
+            }
+            table.add_row(*(row[name] for name in columns))
         table.add_section()
+    return table
+
+
+def _bar(question: Question, cell: Cell) -> str:
+    """How much of the card is held at rest, and at the peak; it ends in an exclamation mark where that is more."""
     if not question.memory:
-        table.columns.pop(4)
-    return table
-
-
-def _cluster(cluster: Cluster, network: Network) -> str:
-    given = any(value is not None for name, value in msgspec.structs.asdict(network).items() if name != "efficiency")
-    rest = "what was not given is " if given else ""
-    return (
-        f"{cluster.peak / 1e12:,.4g} TFLOP/s ({cluster.dtype}) × {cluster.efficiency:g}; "
-        f"{cluster.within / 1e9:,.4g} GB/s within a node of {cluster.node}, "
-        f"{cluster.between / 1e9:,.4g} GB/s between nodes; {cluster.hop_within * 1e6:,.4g} and "
-        f"{cluster.hop_between * 1e6:,.4g} µs a hop; {rest}as of the {cluster.card}"
-        f"{', for want of a --card' if cluster.assumed else ''}. Overlap hides no more than the schedule lets it: "
-        "ZeRO-3 gathers as far ahead as --prefetch says."
-    )
-
-
-def _times(plan: Plan, ranks: int) -> Table:
-    cluster = plan.cluster
-    table = number_table(
-        f"The least time of a step over rings, a bound and no forecast, N = {ranks:,}",
-        "scheme", "computing", "sending", "without overlap", "with overlap", "bound by",
-        caption=_cluster(cluster, plan.question.network) if cluster else "",
-    )  # fmt: skip
-    table.columns[5].justify = "left"
-    for cell in plan.at(ranks):
-        if (time := cell.time) is not None:
-            table.add_row(
-                cell.name,
-                _seconds(time.compute),
-                _seconds(time.bandwidth + time.latency),
-                _seconds(time.serial),
-                _seconds(time.overlapped),
-                time.binding,
-            )
-    return table
+        return ""
+    rest, peak = (min(BAR, round(BAR * nbytes / question.memory)) for nbytes in (cell.at_rest, cell.peak.total))
+    over = cell.peak.total > question.memory
+    return "█" * rest + "▒" * (peak - rest) + ("!" if over else "░" * (BAR - peak))
 
 
 def _room(question: Question, cell: Cell) -> str:
     if cell.room is None:
         return ""
-    return (
-        f"[green]{verdict.size(question, cell.room)}[/]"
-        if cell.fits
-        else f"[red]{verdict.size(question, cell.room)}[/]"
-    )
-
-
-def _seconds(value: float) -> str:
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if value * factor >= 1 or unit == "µs":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError("the last unit takes everything")
-
-
-def _bands(plan: Plan, ranks: int) -> Table:
-    cells = plan.at(ranks)
-    table = number_table(
-        f"At the peak by band (at rest in brackets), N = {ranks:,}", "band", *(cell.name for cell in cells)
-    )
-    question = plan.question
-    for band in Band:
-        if any(band in cell.peak.by_band or band in cell.resident for cell in cells):
-            row = []
-            for cell in cells:
-                peak, rest = cell.peak.by_band.get(band, 0), cell.resident.get(band, 0)
-                text = verdict.size(question, peak) if peak else "–"
-                row.append(f"{text} ({verdict.size(question, rest)})" if rest else text)
-            table.add_row(str(band), *row)
-    table.add_section()
-    table.add_row("in all", *(sizes.text(cell.peak.total, digits=4) for cell in cells))
-    table.add_row("", *(sizes.text(cell.peak.total, binary=True, digits=4) for cell in cells))
-    return table
-
-
-def _traffic(plan: Plan, ranks: int) -> Table:
-    cells = plan.at(ranks)
-    table = number_table(f"Sent by each GPU in a step, N = {ranks:,}", "collective", *(cell.name for cell in cells))
-    keys = dict.fromkeys((moved.collective, moved.band) for cell in cells for moved in cell.traffic)
-    for collective, band in sorted(keys, key=lambda key: (COLLECTIVES.index(key[0]), key[1])):
-        sent = [
-            sum(moved.sent for moved in cell.traffic if (moved.collective, moved.band) == (collective, band))
-            for cell in cells
-        ]
-        table.add_row(f"{collective} of {band}", *(verdict.size(plan.question, each) if each else "–" for each in sent))
-    if len(keys) > 1:
-        table.add_section()
-        table.add_row("in all", *(verdict.size(plan.question, cell.sent) for cell in cells))
-    return table
+    return f"[green]{verdict.size(question, cell.room)}[/]" if cell.fits else "[red]does not fit[/]"
 
 
 def _largest_models(plan: Plan) -> Table:

@@ -20,20 +20,51 @@ REMEDIES = {
 }
 
 
-def lines(plan: Plan) -> Iterator[str]:
-    """What was searched for, and what is to blame, in sentences."""
+def answers(plan: Plan) -> Iterator[str]:
+    """Whether it fits and with what, and what else was searched for: the next best thing to do."""
     question = plan.question
-    if question.memory:
-        numbers: list[str] = []
-        for each in plan.smallest:
-            found = f"{each.ranks:,}" if each.ranks else f"none up to {each.limit:,}" if each.limit > 1 else "none"
-            numbers.append(f"{each.row.name} {found} ({each.states_alone or 'none'})")
-        if numbers:
-            yield f"[bold]smallest N that fits[/] (by model states alone): {', '.join(numbers)}"
-        for ranks in question.asked:
-            yield from _at(plan, ranks)
-    else:
+    if not question.memory:
         yield "Whether it fits, and where, takes a card: --memory 80GB, or --card."
+        return
+    for ranks in question.asked:
+        yield _fits(plan, ranks)
+        rows = [
+            f"{each.row.name} {'≥ ' if each.at_least else ''}{each.micro_batch}"
+            for each in plan.largest
+            if each.ranks == ranks and each.micro_batch
+        ]
+        if rows:
+            yield f"→ largest micro-batch on {ranks:,}: {', '.join(rows)}"
+    numbers = []
+    for found in plan.smallest:
+        none = f"none up to {found.limit:,}" if found.limit > 1 else "none"
+        numbers.append(
+            f"{found.row.name} {f'{found.ranks:,}' if found.ranks else none} ({found.states_alone or 'none'})"
+        )
+    if numbers:
+        yield f"→ smallest N that fits (by model states alone): {', '.join(numbers)}"
+    if plan.no_fit:
+        yield _no_fit(question, plan.no_fit)
+
+
+def _fits(plan: Plan, ranks: int) -> str:
+    question, cells = plan.question, plan.at(ranks)
+    fitting = [cell for cell in cells if cell.fits and cell.room is not None]
+    if fitting:
+        *others, last = (cell.name for cell in fitting)
+        names = f"{', '.join(others)} and {last}" if others else last
+        first = fitting[0]
+        return f"[bold green]✓ fits on {ranks:,}[/] with {names}; {first.name} leaves {size(question, first.room or 0)}"
+    if any(cell.room is None for cell in cells):
+        alone = "the model states alone do, and they are all that is counted here"
+        return f"[bold yellow]whether it fits on {ranks:,} is not known[/]: {alone}"
+    least = min(cells, key=lambda cell: cell.peak.total)
+    return f"[bold red]✗ no scheme fits on {ranks:,}[/]: {least.name} takes {size(question, least.peak.total)}"
+
+
+def reasons(plan: Plan) -> Iterator[str]:
+    """What is to blame for the peak, where memory runs out, and what is not as one expects."""
+    question = plan.question
     for ranks in question.asked:
         for cell in plan.at(ranks)[-1:]:
             most = ", ".join(f"{unit} {size(question, nbytes)}" for unit, nbytes in cell.peak.by_unit.items())
@@ -41,6 +72,13 @@ def lines(plan: Plan) -> Iterator[str]:
                 f"to blame at the peak of {cell.name} on {ranks:,} ({instant(cell.peak)}): {cell.peak.largest}, "
                 f"{size(question, cell.peak.by_band[cell.peak.largest])}; what comes and goes is of {most}"
             )
+        for cell in plan.at(ranks):
+            if cell.shortage:
+                held = sum(cell.shortage.held.values())
+                yield escape(
+                    f"{cell.name} runs out at {cell.shortage.unit or 'the start'}: {cell.shortage.band} of "
+                    f"{size(question, cell.shortage.asked)}, with {size(question, held)} held"
+                )
     for odd in plan.surprises:
         more = size(question, odd.more)
         yield (
@@ -48,35 +86,28 @@ def lines(plan: Plan) -> Iterator[str]:
             f"{'the cause is' if odd.band_more >= odd.more else 'what grew most is'} {odd.band}, "
             f"{size(question, odd.band_more)} more"
         )
-    if plan.no_fit:
-        yield _no_fit(question, plan.no_fit)
 
 
-def _at(plan: Plan, ranks: int) -> Iterator[str]:
+def saved(plan: Plan, ranks: int) -> Iterator[str]:
+    """What a checkpoint takes on disk, rows of equal ones together, and what one file of it takes."""
     question = plan.question
-    first = plan.first_fit(ranks)
-    if first is not None and first.room is not None:
-        room = size(question, first.room)
-        yield f"[bold]first scheme that fits on {ranks:,}[/]: {first.name}, with {room} to spare"
-    elif any(cell.room is None for cell in plan.at(ranks)):
-        alone = "the model states alone do, and they are all that is counted here"
-        yield f"[bold yellow]whether it fits on {ranks:,} is not known[/]: {alone}"
-    else:
-        yield f"[bold red]no scheme fits on {ranks:,}[/]"
-    rows = [
-        f"{each.row.name} {'≥ ' if each.at_least else ''}{each.micro_batch or 'none'}"
-        for each in plan.largest
-        if each.ranks == ranks
-    ]
-    if rows:
-        yield f"[bold]largest micro-batch on {ranks:,}[/]: {', '.join(rows)}"
+    by_size: dict[tuple[int, int], list[str]] = {}
+    whole = by_layer = 0
     for cell in plan.at(ranks):
-        if cell.shortage:
-            held = sum(cell.shortage.held.values())
-            yield escape(
-                f"  {cell.name} runs out at {cell.shortage.unit or 'the start'}: {cell.shortage.band} of "
-                f"{size(question, cell.shortage.asked)}, with {size(question, held)} held"
-            )
+        if (written := cell.saved) is not None:
+            by_size.setdefault((written.total, written.rank), []).append(cell.name)
+            whole, by_layer = written.whole, max(by_layer, written.by_layer)
+    if not by_size:
+        return
+    found = [
+        f"{', '.join(names)} {size(question, total)}, of which {size(question, rank)} in the first rank's file"
+        for (total, rank), names in by_size.items()
+    ]
+    yield escape(
+        f"a checkpoint on {ranks:,}: {'; '.join(found)}. One file of the parameters in fp32 has "
+        f"{size(question, whole)}, which is what gathering all of them takes; a layer at a time takes "
+        f"{size(question, by_layer)} at most"
+    )
 
 
 def _no_fit(question: Question, no_fit: NoFit) -> str:

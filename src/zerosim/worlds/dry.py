@@ -8,13 +8,14 @@ Must not know the schedule, bands or the ledger, and none of those knows of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import cast
 
 from jaxtyping import Float, Shaped
 
 from zerosim.bands import FP32, Array, DType
-from zerosim.comm import Ring
+from zerosim.comm import Pieces, Ring
 from zerosim.layers import Group, Layer
 from zerosim.model import MLP
 from zerosim.ranks import Workspace
@@ -48,12 +49,17 @@ class DryRing(Ring):
 
     def shift(self, block: Shaped[Array, "1 C"], spare: Shaped[Array, "1 C"]) -> Shaped[Array, "1 C"]:
         """What a neighbour hands over is like what one hands on oneself."""
-        return cast("Array", cast("DryArray", block).frozen())
+        arrived: Array = block.frozen()  # type: ignore[attr-defined]
+        return arrived
 
     def chunks(self, buffer: Shaped[Array, "1 L"], hop: int) -> list[tuple[slice, Array]]:
         if buffer is not self._buffer:  # all its chunks are alike
             self._buffer, self._pieces = buffer, [(slice(None), buffer.reshape(self.size, -1)[:1])]
         return self._pieces
+
+    def summands(self, buffer: Shaped[Array, "1 L"], wire: DType) -> Iterator[Pieces]:
+        """As in ``Ring``; all chunks are alike, and so is what they are cast to."""
+        return repeat(next(super().summands(buffer, wire)), self.size)
 
 
 class Shapes:

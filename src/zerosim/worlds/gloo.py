@@ -30,18 +30,28 @@ class Op(StrEnum):
 class Call(NamedTuple):
     """One operation as it was asked for: which, the whole buffer's elements, bytes of one, a broadcast's root.
 
-    ``op`` is an ``Op``, or the name of something that is not known.
+    ``op`` is an ``Op``, or the name of something that is not known. ``ring`` has the ranks that it runs over,
+    in their order, and nothing if those are all; ``root`` is a place in it.
     """
 
     op: str
     elements: int
     itemsize: int = 1
     root: int = 0
+    ring: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole buffer."""
         return self.elements * self.itemsize
+
+    def place(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Which member of its ring a rank is, and how many there are.
+
+        >>> Call(Op.ALL_REDUCE, 4000, 4, ring=(1, 3)).place(rank=3, ranks=4)
+        (1, 2)
+        """
+        return (self.ring.index(rank), len(self.ring)) if self.ring else (rank, ranks)
 
 
 class Moved(NamedTuple):

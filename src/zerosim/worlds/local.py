@@ -12,7 +12,6 @@ from functools import cached_property
 
 import numpy as np
 from jaxtyping import Shaped
-from numpy.lib.stride_tricks import as_strided
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Pieces, Ring
@@ -64,11 +63,11 @@ class LocalRing(Ring):
         ]
 
     def split(self, node: int) -> tuple[Ring, Ring, Ring]:
-        n = len(self.ids)
-        whole = self if node == n else self._beside(n, None, 1, node)
-        return whole, self._beside(node, n, 1, node), self._beside(n // node, n, node, node)
+        n, make = len(self.ids), self._beside
+        whole = self if node == n else make(n, node=node)
+        return whole, make(node, n, node=node), make(n // node, n, step=node, node=node)
 
-    def _beside(self, size: int, ranks: int | None, step: int, node: int) -> LocalRing:
+    def _beside(self, size: int, ranks: int | None = None, *, step: int = 1, node: int) -> LocalRing:
         """Another ring of the same world: what a caller's own ring does at a hop, it does too."""
         ring = copy(self)
         ring._lie(size, ranks, step, node)
@@ -104,14 +103,15 @@ class LocalRing(Ring):
         if self.step == 1:
             rings = buffer.reshape(self._rings, n**2, -1)
             return [((slice(None), rows), rings[:, diagonal]) for rows, diagonal in diagonals]
-        members = buffer.reshape(n, self._rings, n, -1)
+        # Of [member, ring, chunk, C]: a view by strides, which as_strided takes five times as long to make.
+        length = buffer.shape[1] // n
+        along, raw = length * buffer.itemsize, buffer.view(np.uint8)
+        aside = n * along
+        below, strides = self._rings * aside, (self._rings * aside + along, aside, buffer.itemsize)
         pieces: Pieces = []
         for rows, _ in diagonals:
-            count, first = rows.stop - rows.start, (rows.start - hop) % n
-            part = members[first:, :, rows]
-            below, aside, along, element = part.strides
-            shape, strides = (count, self._rings, part.shape[3]), (below + along, aside, element)
-            pieces.append((rows, as_strided(part, shape, strides)))
+            shape, first = (rows.stop - rows.start, self._rings, length), (rows.start - hop) % n
+            pieces.append((rows, np.ndarray(shape, buffer.dtype, raw, first * below + rows.start * along, strides)))
         return pieces
 
     def spread(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> None:
@@ -135,7 +135,9 @@ class LocalRing(Ring):
         if same and (n == 1 or ahead == 0):
             yield from (self.chunks(buffer, hop) for hop in range(1, n + 1))
             return
-        if ahead <= 1:  # so long that each is cast from where it lies
+        if ahead == 0 and shape[0] * shape[1] <= 2 * _REGISTER:
+            ahead = 1  # a copy and one cast still take less than several casts in strides
+        if ahead == 0:  # so long that each is cast from where it lies
             cast = np.empty_like(buffer, wire, shape=shape)
             for hop in range(1, n + 1):
                 for some, chunk in self.chunks(buffer, hop):

@@ -26,17 +26,23 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class GroupShapes(msgspec.Struct, frozen=True):
-    """A group of parameters or buffers that share one flat buffer; ``dtype`` is that of buffers."""
+    """A group of parameters or buffers that share one flat buffer; ``dtype`` and ``stands_for`` as ``Group`` has it."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     role: Role = Role.TRAINABLE
     dtype: str | None = None
+    stands_for: int | None = None
 
     @property
     def size(self) -> int:
         """The number of elements."""
         return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def params(self) -> int:
+        """How many parameters, or numbers of buffers, it has."""
+        return self.size if self.stands_for is None else self.stands_for
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +111,7 @@ class ModelShapes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def n_params(self) -> int:
         """The logical number of parameters: tied ones once, frozen ones too, buffers left out."""
-        return sum(group.size for group in self.groups if group.role is not Role.BUFFER)
+        return sum(group.params for group in self.groups if group.role is not Role.BUFFER)
 
     @property
     def n_trainable(self) -> int:

@@ -127,12 +127,12 @@ class Native(Comm):
         """As in ``Comm``: an owner keeps its bits, and the others get those that were sent."""
         place = self.own(buffer)
         kept: Array = (place if own is None else own).reshape(place.shape).copy()  # a register: all chunks come back
-        with self._held(kept.shape[-1], name, band, unit) as (whole, block, traffic):
-            convert(kept.reshape(block.shape), block)
+        with self._held(self._length(kept.shape[-1]), name, band, unit) as (whole, block, traffic):
+            kept = self._leave(kept, block)
             self._library.all_gather(block, whole)
             mine, _ = self._pads(buffer, size, block, start)
             self._count(traffic, whole, block, mine)
-            convert(whole, buffer)
+            self._land(whole.reshape(len(whole), self.ring.size, -1), self._by_chunk(buffer, buffer))
         place[...] = kept
 
     @contextmanager
@@ -148,7 +148,7 @@ class Native(Comm):
     def _held(self, length: int, name: str, band: str, unit: str) -> Iterator[tuple[Array, Array, Traffic]]:
         """n chunks of ``length`` and one, held while a collective runs, and its counter."""
         self.blocks.unit = unit
-        with self.ledger.sending(name, band, unit, self.ring.leaves, self.ring.leaving) as traffic:
+        with self.ledger.sending(name, band, unit, self._leaves, self.ring.leaving) as traffic:
             whole = self.blocks.hold(self.ring.size * length)
             own = self.blocks.hold(length)
             try:
@@ -175,7 +175,8 @@ class Native(Comm):
         chunk = buffer.shape[1] // n
         starts: npt.NDArray[np.int64] = np.broadcast_to(np.reshape(start, (-1, 1)), (len(buffer), 1))
         ends = starts + np.arange(1, n + 1) * chunk
-        pads = np.clip(ends - size, 0, chunk) + (own.shape[1] - chunk)
+        lengths = self._length(chunk - np.clip(ends - size, 0, chunk))  # without padding
+        pads = own.shape[1] - lengths
         mine = pads[np.arange(len(buffer)), np.asarray(self.ring.members)]
         return (n - 1) * mine * own.itemsize, (pads.sum(axis=1) - mine) * own.itemsize
 

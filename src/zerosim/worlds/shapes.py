@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from zerosim.bands import Array, DType
-from zerosim.layers import Checkpointed, Group, Layer, Pass
+from zerosim.layers import Checkpointed, Group, Layer, Pass, Role
 from zerosim.ranks import Workspace
 from zerosim.worlds.dry import DryArray
 from zerosim.worlds.model_shapes import Feed, GroupShapes, ModelShapes, Tensor, UnitShapes
@@ -155,8 +155,7 @@ class ShapeModel:
         self.shapes, self._temporaries = shapes, temporaries
         _check(shapes)
         groups = [
-            Group(each.name, each.shapes, each.role, None if each.dtype is None else np.dtype(each.dtype))
-            for each in shapes.groups
+            Group(each.name, each.shapes, each.role, _dtype(each.dtype), each.stands_for) for each in shapes.groups
         ]
         self._x, self._target = _Batch(shapes.inputs), _Batch([shapes.target, *shapes.more_targets])
         self.layers: list[Layer] = []
@@ -172,8 +171,8 @@ class ShapeModel:
         return self.shapes.n_params
 
     def initial(self) -> Any:
-        """The initial parameters [n_params], fp32, without values."""
-        return DryArray((self.n_params,), np.float32)
+        """The initial parameters, as many as all groups have elements, fp32, without values."""
+        return DryArray((sum(group.size for group in self.shapes.groups if group.role is not Role.BUFFER),), np.float32)
 
     def buffer(self, group: Group) -> Any:
         """A group of buffers [its size], without values."""
@@ -239,6 +238,10 @@ def _check(shapes: ModelShapes) -> None:
 
 def _hold(tensor: Tensor, work: Workspace) -> Array:
     return work.hold(*tensor.shape, dtype=np.dtype(tensor.dtype))
+
+
+def _dtype(name: str | None) -> DType | None:
+    return None if name is None else np.dtype(name)
 
 
 def _known(dtype: DType | None) -> DType:
