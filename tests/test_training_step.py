@@ -25,7 +25,7 @@ def test_two_shards_have_one_norm(row: Any) -> None:
     grads = bucket.states[Band.GRADS]
     grads[...] = whole if grads.shape[1] == len(whole) else whole.reshape(2, -1)
     with run.ledger.step():
-        agreed = run._agreement.reach(1.0)
+        agreed = run.agreement.reach(1.0)
     np.testing.assert_allclose(agreed.norm, [120**0.5] * 2, rtol=1e-7)
     np.testing.assert_allclose(agreed.factor, [[1 / (120**0.5 + 1e-6)]] * 2, rtol=1e-6)
 

@@ -134,7 +134,7 @@ class Adam:
         if kernels.adam is not None:
             constants = beta1, beta2, self.eps, step_size, root_correction, lr * weight_decay
             if (operations := kernels.adam(params, grads, exp_avg, exp_avg_sq, *constants)) is not None:
-                flops(operations * params.shape[-1])
+                flops((operations + (weight_decay != 0)) * params.shape[-1])
                 return
         if params.ndim > 2:  # pieces of a buffer that rows have in groups
             each: list[int] = []

@@ -12,7 +12,7 @@ import zerosim as zs
 from zerosim.bands import Band
 from zerosim.cli import main as cli
 from zerosim.records import consistency
-from zerosim.records.results import Check
+from zerosim.records.results import Check, Settings
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -57,7 +57,8 @@ def test_a_row_that_learns_something_else_is_named(monkeypatch: pytest.MonkeyPat
     [
         ({}, True), ({"precision": "fp32"}, True), ({"precision": "bf16", "wire": "bf16"}, True), ({"node": 2}, True),
         ({"bucket": "model"}, False), ({"optimizer": zs.SGD()}, False), ({"accumulate": 2}, False),
-        ({"clip": 0.5}, False),
+        ({"clip": 0.5}, True), ({"loss_scale": 2.0**20}, True), ({"uneven": True}, True),
+        ({"clip": 0.5, "norm_type": float("inf")}, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -67,7 +68,7 @@ def test_options_are_taken_and_rows_agree_under_them(options: dict[str, Any], pr
     assert found.holds
     assert (found.results.nothing_compared(Check.AS_PREDICTED) == "") is predicted
     assert not found.results.nothing_compared(Check.SAME_TRAINING)
-    others = {name for name in options if name not in ("precision", "wire", "node")}
+    others = {name for name in options if name not in Settings.__struct_fields__}
     assert set(found.results.settings.others) - {"sync"} == others
 
 

@@ -76,7 +76,7 @@ class Compiled:
             return None
         constants = (1 - beta1, beta2, 1 - beta2, root_correction, eps, -step_size, 1 - decay)
         self._each(views[0].shape, loop, views, *map(np.float32, constants))  # as NumPy has a number beside an array
-        return 13 + (decay != 0)  # without decay a parameter times 1 is itself, and no operation of the formula's
+        return 13  # and the decay's, which is none of the formula's where there is none
 
     def ring_sum(
         self, chunks: Array, blocks: tuple[Array, Array], padding: npt.NDArray[np.int64], handed: Handed

@@ -324,8 +324,10 @@ class Results(Record):
         settings = self.settings
         if not (settings.clip or settings.loss_scale or settings.uneven):
             return []
-        first = {settings.order(record.row): record for record, _ in reversed(self.completed())}
-        return [(record, step) for record in reversed(first.values()) for step in record.steps]
+        first: dict[tuple[object, ...], SchemeRecord] = {}
+        for record, _ in self.completed():
+            first.setdefault(settings.order(record.row), record)
+        return [(record, step) for record in first.values() for step in record.steps]
 
     def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
         """Each scheme that completed all steps, with the last of them."""
