@@ -86,9 +86,9 @@ def _saved(plan: Plan, ranks: int) -> Iterator[str]:
     by_size: dict[tuple[int, int], list[str]] = {}
     whole = by_layer = 0
     for cell in plan.at(ranks):
-        if (saved := cell.saved) is not None:
-            by_size.setdefault((saved.total, saved.rank), []).append(cell.name)
-            whole, by_layer = saved.whole, max(by_layer, saved.by_layer)
+        saved = cell.saved
+        by_size.setdefault((saved.total, saved.rank), []).append(cell.name)
+        whole, by_layer = saved.whole, max(by_layer, saved.by_layer)
     if not by_size:
         return
     found = [
