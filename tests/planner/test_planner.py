@@ -305,7 +305,7 @@ def test_a_plan_is_written_and_read_back(tmp_path) -> None:  # type: ignore[no-u
     assert msgspec.to_builtins(again) == msgspec.to_builtins(found)
     assert again.schema == "zerosim.plan/3"
     (tmp_path / "plan.json").write_bytes(records.encode(found)[:-20])
-    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/2"):
+    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/3"):
         records.load(tmp_path / "plan.json")
 
 
