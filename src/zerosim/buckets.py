@@ -27,13 +27,14 @@ class Bucket:
     """One flat buffer's worth of parameters: a group, padded with zeros to N equal chunks, and its states.
 
     A state is [R, padded] where every rank holds all of it, and shorter where it is sharded: ``pieces`` has,
-    for each rank here, which of the pieces of that length it owns [R].
+    for each rank here, which of the pieces of that length it owns [R]. ``updates`` counts those of each parameter.
     """
 
     group: Group
     padded: int
     states: dict[Band, Array]
     pieces: dict[Band, Counts]
+    updates: list[int]
 
     @property
     def name(self) -> str:
@@ -117,7 +118,7 @@ def build(
         if group.role is Role.BUFFER:
             buffer = ranks.hold(Band.BUFFERS, (group.size,), group.name, group.dtype)
             buffer[...] = model.buffer(group)
-            yield Bucket(group, group.size, {Band.BUFFERS: buffer}, {})
+            yield Bucket(group, group.size, {Band.BUFFERS: buffer}, {}, [])
             continue
         if group.size == 0:
             raise ValueError(f"Scheme(model): {group.name} has no elements: nothing to shard. Leave it out.")
@@ -126,7 +127,7 @@ def build(
         whole[: group.size] = initial[start : start + group.size]
         whole[group.size :] = 0
         start += group.size
-        bucket = Bucket(group, padded, {}, {})
+        bucket = Bucket(group, padded, {}, {}, [0] * len(group.shapes))
         for band in options.states if group.role is Role.TRAINABLE else (Band.PARAMS,):
             owned = [row.piece(band, rank, world_size, options.node) for rank in ranks.ids]
             length = padded // owned[0][1]

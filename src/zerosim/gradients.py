@@ -57,7 +57,20 @@ class Gradients:
         self._local: dict[Group, Array] = {}  # this rank's own, summed so far, not reduced yet [R, padded]
         self._again: dict[Group, Array] = {}  # written on top of what is in _local already
         self._partial: dict[Group, Array] = {}  # averaged over the group, not yet over the replicas [R, padded/S]
+        self.reached: dict[Group, Array] = {}  # what layers have noted: which of its parameters have a gradient [R, k]
         self._reduced: set[Group] = set()  # whose average over some micro-batches is there already
+
+    def found(self) -> Shaped[Array, "R k"]:
+        """For each trainable parameter in order 1, or 0 where a rank has no gradient of it; held."""
+        groups = [bucket.group for bucket in self._buckets.values() if bucket.trainable]
+        parts = [part for group in groups for part in group.parts or (group,)]
+        ends = np.cumsum([len(part.shapes) for part in parts]).tolist()
+        found = self._ranks.hold(Band.SCALARS, (ends[-1],), "used")
+        found[...] = 1
+        for part, end in zip(parts, ends, strict=True):
+            if part in self.reached:
+                found[:, end - len(part.shapes) : end] = self.reached[part]
+        return found
 
     def room(self, layer: Layer) -> Flat:
         """Where the layer's backward writes: an array [R, padded] for each trainable group; padding is zero."""

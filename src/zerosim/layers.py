@@ -42,6 +42,7 @@ class Group:
     role: Role = Role.TRAINABLE
     dtype: DType | None = None
     stands_for: int | None = None
+    parts: tuple[Group, ...] = ()  # the groups that are joined in it, if there are any
 
     @property
     def size(self) -> int:
@@ -70,7 +71,8 @@ class Pass(NamedTuple):
 
     ``params`` are its full parameters and ``work`` where it allocates activations; ``turn`` is what random
     numbers may depend on. In a backward, ``grads`` is where the gradients of its trainable groups go, and
-    ``need_dx`` says whether its input's is wanted.
+    ``need_dx`` says whether its input's is wanted. In ``reached`` it may note of a group which of its parameters
+    have a gradient on each rank [R, how many]; of what it does not, all have one.
     """
 
     params: Flat
@@ -78,6 +80,7 @@ class Pass(NamedTuple):
     grads: Flat = None
     need_dx: bool = True
     turn: Turn | None = None
+    reached: Any = None
 
 
 class MicroBatch(NamedTuple):
@@ -166,7 +169,7 @@ class Chain:
                 f"Chain({name!r}): layers share a buffer only if each has one group of trainable parameters of its "
                 f"own; got groups {', '.join(group.name for group in groups)}. Use a bucket per layer."
             )
-        whole = Group(name, tuple(shape for group in groups for shape in group.shapes))
+        whole = Group(name, tuple(shape for group in groups for shape in group.shapes), parts=tuple(groups))
         self.groups: tuple[Group, ...] = (whole,)
         self.size = whole.size
 

@@ -85,6 +85,7 @@ class Options:
     * ``capacity``: bytes of memory of one rank's card, ``host_capacity`` of what the host has for it;
       ``OutOfMemory`` is raised by the hold that would pass it.
     * ``uneven``: ranks and micro-batches may have different numbers of rows.
+    * ``find_unused``: a parameter that no rank has a gradient of is left alone, as the ranks tell each other.
     * ``clip``: the largest norm of all gradients together, ``norm_type`` 2 or inf, by torch's rule.
     * ``loss_scale``: the loss is scaled by so much, or by a ``LossScale`` that changes.
     * ``kernels``: ``"numba"`` computes with compiled kernels, ``"numpy"`` without, ``"auto"`` as the environment's
@@ -118,6 +119,7 @@ class Options:
     host_capacity: int | None = None
     node: int | None = None
     uneven: bool = False
+    find_unused: bool = False
     clip: float | None = None
     norm_type: float = 2.0
     loss_scale: float | LossScale | None = None
@@ -134,7 +136,7 @@ class Options:
         one_of("Scheme", "kernels", self.kernels, get_args(Choice))
         if isinstance(self.bucket, str):
             one_of("Scheme", "bucket", self.bucket, get_args(Gather))
-        for name in ("all_reduce", "checkpoint", "uneven"):
+        for name in ("all_reduce", "checkpoint", "uneven", "find_unused"):
             instance_of("Scheme", name, getattr(self, name), bool)
         instance_of("Scheme", "optimizer", self.optimizer, Adam | SGD)
         needed = [] if isinstance(self.bucket, str) else [("bucket", 1)]

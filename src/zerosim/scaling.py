@@ -43,6 +43,15 @@ def tell(comm: Comm, ranks: Ranks, mine: Shaped[Array, "R k"], what: str) -> Sha
     return everyone
 
 
+def in_use(comm: Comm, ranks: Ranks, gradients: Gradients) -> list[bool] | None:
+    """Which trainable parameters, in order, any rank has a gradient of; None, for all, where there are shapes alone."""
+    found = gradients.found()
+    everyone = tell(comm, ranks, found, "used")
+    ranks.free(found)
+    used: list[bool] = np.any(everyone, axis=(0, 1)).tolist() if isinstance(everyone, np.ndarray) else []
+    return used or None
+
+
 class Scaler:
     """The loss scale of a run as it grows and backs off: ``rule`` says how."""
 

@@ -26,7 +26,7 @@ from zerosim.ledger import Ledger
 from zerosim.options import LossScale, Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
-from zerosim.scaling import Agreement, Scaler, tell
+from zerosim.scaling import Agreement, Scaler, in_use, tell
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.updates import Update
 from zerosim.util import arguments
@@ -240,14 +240,14 @@ class Scheme:
             with self._parameters.of(order, index) as params:
                 grads = self._gradients.room(layer)
                 self._work.unit = layer.name
-                given = Pass(params, self._work, grads, layer is not order[-1], self._turn)
+                given = Pass(params, self._work, grads, layer is not order[-1], self._turn, self._gradients.reached)
                 dx = layer.backward(saved.pop(), dy, given)
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx
             reduced = self._gradients.written(layer, last=last)
             if self.options.in_backward:
-                self._update.at_once(reduced, step=self.updates + 1, rate=self._rate())
+                self._update.at_once(reduced, rate=self._rate())
 
     def _apply(self, report: Report) -> None:
         """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
@@ -266,7 +266,8 @@ class Scheme:
             self.updates += 1
             if self.options.in_backward:  # all has been done
                 return
-            self._update.apply(factor, step=self.updates, rate=self._rate())
+            used = in_use(self._scalars, self.ranks, self._gradients) if self.options.find_unused else None
+            self._update.apply(factor, rate=self._rate(), used=used)
             for bucket in self.buckets:
                 if bucket.trainable:
                     self._parameters.update(bucket)

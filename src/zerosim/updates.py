@@ -39,11 +39,15 @@ class Update:
         self._ranks, self._ledger = ranks, ranks.ledger
 
     def apply(
-        self, factor: Shaped[Array, "R 1"] | None, *, step: int, rate: float, buckets: Sequence[Bucket] | None = None
-    ) -> None:
+        self, factor: Shaped[Array, "R 1"] | None, *, rate: float, buckets: Sequence[Bucket] | None = None,
+        used: Sequence[bool] | None = None,
+    ) -> None:  # fmt: skip
         """Update what each rank owns, of all ``buckets`` unless told which, with gradients read times ``factor`` and
-        learning rates times ``rate``."""
+        learning rates times ``rate``; of their parameters all unless ``used`` says which, in order, have a gradient."""
+        have = iter([] if used is None else used)
         for bucket in self._buckets if buckets is None else buckets:
+            here = [next(have, True) for _ in bucket.updates]
+            bucket.updates = [count + has for count, has in zip(bucket.updates, here, strict=True)]
             owned = [self._parameters.owned(bucket), self._gradients.owned(bucket)]
             shape = max((each.shape for each in owned), key=len)  # pieces of what is whole lie as their ring does
             with self._where_updated(bucket, *(each.reshape(shape) for each in owned)) as (params, grads):
@@ -61,9 +65,11 @@ class Update:
                 master = states.get(Band.MASTER, params)
                 moments = {str(band): states[band] for band in self._options.optimizer.states}
                 done: list[list[int]] = []  # operations, by rank where each is updated by itself
-                for part, lr, decay, first in self._parts(bucket, shape):
+                for part, (lr, decay, step), first in self._parts(bucket, shape, here):
                     if first:
                         done.append([])
+                    if not step:  # it has no gradient, and is left alone
+                        continue
                     self._options.optimizer.update(
                         master[part], grads[part], **{name: state[part] for name, state in moments.items()},
                         step=step, flops=done[-1].append, lr=lr * rate, weight_decay=decay,
@@ -74,19 +80,24 @@ class Update:
                     self._ranks.kernels.convert(master, params)
                 self._ledger.computed(bucket.name)
 
-    def at_once(self, buckets: Sequence[Bucket], *, step: int, rate: float) -> None:
+    def at_once(self, buckets: Sequence[Bucket], *, rate: float) -> None:
         """Update what has just been reduced, and give up its gradients."""
         with self._ledger.during(Phase.OPTIMIZER):
-            self.apply(None, step=step, rate=rate, buckets=buckets)
+            self.apply(None, rate=rate, buckets=buckets)
             for bucket in buckets:
                 self._parameters.update(bucket)
                 self._gradients.drop(bucket)
 
-    def _parts(self, bucket: Bucket, shape: tuple[int, ...]) -> Iterator[tuple[Any, float, float, bool]]:
-        """What ranks own of a bucket, cut where rate or weight decay change: with both, and if it is a rank's first."""
-        rates = self._options.optimizer.rates(bucket.name, bucket.group.shapes)
+    def _parts(
+        self, bucket: Bucket, shape: tuple[int, ...], used: Sequence[bool]
+    ) -> Iterator[tuple[Any, tuple[float, float, int], bool]]:
+        """What ranks own of a bucket, cut where rate, weight decay or the parameter's step (0: none) change: with
+        these, and if it is a rank's first."""
+        given = self._options.optimizer.rates(bucket.name, bucket.group.shapes)
+        steps = [count * has for count, has in zip(bucket.updates, used, strict=True)]
+        rates = [(lr, decay, step) for (lr, decay), step in zip(given, steps, strict=True)]
         if len(set(rates)) == 1:
-            yield ..., *rates[0], True
+            yield ..., rates[0], True
             return
         ends = np.cumsum([prod(each) for each in bucket.group.shapes]).tolist()
         ends[-1] = bucket.padded
@@ -94,10 +105,10 @@ class Update:
         for row, rank in enumerate(self._ranks.ids):
             start = self._row.piece(Band.MASTER, rank, n, node)[0] * length
             at = np.unravel_index(row, shape[:-1])
-            for first, last, (lr, decay) in zip([0, *ends[:-1]], ends, rates, strict=True):
+            for first, last, rate in zip([0, *ends[:-1]], ends, rates, strict=True):
                 low, high = max(first - start, 0), min(last - start, length)
                 if low < high:
-                    yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), lr, decay, low == 0
+                    yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), rate, low == 0
 
     @contextmanager
     def _where_updated(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:

@@ -303,14 +303,14 @@ def test_a_plan_is_written_and_read_back(tmp_path) -> None:  # type: ignore[no-u
     records.save(found, tmp_path / "plan.json")
     again = records.load(tmp_path / "plan.json")
     assert msgspec.to_builtins(again) == msgspec.to_builtins(found)
-    assert again.schema == "zerosim.plan/2"
+    assert again.schema == "zerosim.plan/3"
     (tmp_path / "plan.json").write_bytes(records.encode(found)[:-20])
-    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/2"):
+    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/3"):
         records.load(tmp_path / "plan.json")
 
 
 def test_the_record_s_fields_are_what_is_documented() -> None:
-    """The layout of zerosim.plan/2: who changes it gives it another number."""
+    """The layout of zerosim.plan/3: who changes it gives it another number."""
     fields = {
         kind.__name__: kind.__struct_fields__
         for kind in (

@@ -57,9 +57,9 @@ def write(scheme: Scheme, folder: str | Path) -> None:
         parts = {band: _parts(bucket, whole) for band, whole in states.items()}
         for number, (name, own) in enumerate(zip(names, _parts(bucket, params), strict=True)):
             model[name] = _tensor(own)
-            if bucket.trainable and scheme.updates:
+            if bucket.trainable and (updates := bucket.updates[number]):  # torch has no state of what had no gradient
                 moments = {MOMENTS[band]: _tensor(each[number]) for band, each in parts.items()}
-                steps = {} if isinstance(optimizer, SGD) else {"step": torch.tensor(float(scheme.updates))}
+                steps = {} if isinstance(optimizer, SGD) else {"step": torch.tensor(float(updates))}
                 state[name] = steps | moments
         if bucket.trainable:
             for name, rates in zip(names, optimizer.rates(bucket.name, bucket.group.shapes), strict=True):
@@ -113,11 +113,14 @@ def read(folder: str | Path, scheme: Scheme) -> None:
         for band in (Band.PARAMS, Band.MASTER):
             _put(bucket, band, whole)
         for band in moments if bucket.trainable else ():
-            whole = np.zeros(bucket.padded, FP32)
-            if kept:
-                whole[: bucket.size] = found.flat([f"{kept[name]}.{MOMENTS[band]}" for name in names], bucket.size)
+            whole, end = np.zeros(bucket.padded, FP32), 0
+            for name, shape in zip(names, bucket.group.shapes, strict=True):
+                start, end = end, end + prod(shape)
+                if name in kept:
+                    whole[start:end] = found.flat([f"{kept[name]}.{MOMENTS[band]}"], prod(shape))
             _put(bucket, band, whole)
-    scheme.steps = scheme.updates = updates
+        bucket.updates = [updates.get(name, 0) for name in names]
+    scheme.steps = scheme.updates = max(updates.values(), default=0)
 
 
 class Folder:
@@ -170,7 +173,7 @@ class Folder:
         return prefix
 
     def moments(self, names: list[str], moments: list[str]) -> dict[str, str]:
-        """The key of each parameter's optimizer state; empty if there is none of these moments."""
+        """The key of each parameter's optimizer state, of those that have some of these moments."""
         ends = tuple(f".{moment}" for moment in moments)
         states = {key.rpartition(".")[0] for key in self.sizes if ends and key.endswith(ends)}
         found = {
@@ -179,9 +182,7 @@ class Folder:
             for state in states
             if state == f"state.{name}" or state.endswith(f".state.{name}")
         }
-        if not states:
-            return {}
-        for name in names:
+        for name in found or (names if states else []):
             missing = next((each for each in moments if f"{found.get(name)}.{each}" not in self.sizes), None)
             if missing:
                 raise CheckpointError(
@@ -190,18 +191,10 @@ class Folder:
                 )
         return found
 
-    def updates(self, states: Mapping[str, str]) -> int:
-        """How many updates the optimizer has applied, which must be one number."""
+    def updates(self, states: Mapping[str, str]) -> dict[str, int]:
+        """How many updates each parameter has had, of those that have state."""
         keys = {name: f"{state}.step" for name, state in states.items() if f"{state}.step" in self.sizes}
-        counts = {name: int(self.flat([key], 1)[0]) for name, key in keys.items()}
-        if len(set(counts.values())) > 1:
-            (one, first), (other, second) = next(
-                ((name, count), pair) for pair in counts.items() for name, count in counts.items() if count != pair[1]
-            )
-            raise CheckpointError(
-                f"{self.folder}: {one} has had {first} updates and {other} {second}. A run here counts one for all."
-            )
-        return next(iter(counts.values()), 0)
+        return {name: int(self.flat([key], 1)[0]) for name, key in keys.items()}
 
     def flat(self, keys: list[str], size: int) -> Array:
         """Some tensors end to end, in fp32 if they are floating-point numbers, and else as they are."""

@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
 
 
 class BucketRecord(Record):
-    """One flat buffer: its parameters' names and shapes, and to how many elements it is padded.
+    """One flat buffer: its parameters' names, shapes and updates so far, and to how many elements it is padded.
 
     ``dtype`` is that of a group of buffers, by NumPy's name for it, and None for parameters.
     """
@@ -48,6 +48,7 @@ class BucketRecord(Record):
     dtype: str | None
     names: list[str]
     shapes: list[list[int]]
+    updates: list[int]
     padded: int
 
 

@@ -62,6 +62,9 @@ def load(
             _fill(scheme, band, _flat(index, states, str(band)))
     _fill_buffers(scheme, index, states)
     scheme.steps, scheme.updates = index.steps, index.updates
+    updates = [count for bucket in index.buckets for count in bucket.updates]
+    for bucket in scheme.buckets:
+        bucket.updates, updates = updates[: len(bucket.updates)], updates[len(bucket.updates) :]
     if scheme.scaler is not None and index.scaler is not None:
         scheme.scaler.scale, scheme.scaler.good_steps, scheme.scaler.tolerated = index.scaler
     if index.generator and hasattr(scheme.model, "load_generator_state"):

@@ -89,6 +89,7 @@ def _index(scheme: Scheme, records: list[FileRecord]) -> Index:
                 bucket.group.dtype and str(bucket.group.dtype),
                 names,
                 [list(shape) for shape in bucket.group.shapes],
+                bucket.updates,
                 bucket.padded,
             )
             for bucket, names in zip(scheme.buckets, tensor_names(scheme), strict=True)

@@ -14,7 +14,7 @@ import msgspec
 from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.stages import Stage
 
-SCHEMA = "zerosim.plan/2"
+SCHEMA = "zerosim.plan/3"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -209,7 +209,7 @@ class Cell(Record):
     room: int | None
     shortage: Shortage | None
     time: Time | None
-    saved: Saved | None = None
+    saved: Saved
 
     @property
     def name(self) -> str:

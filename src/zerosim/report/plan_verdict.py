@@ -94,9 +94,9 @@ def saved(plan: Plan, ranks: int) -> Iterator[str]:
     by_size: dict[tuple[int, int], list[str]] = {}
     whole = by_layer = 0
     for cell in plan.at(ranks):
-        if (written := cell.saved) is not None:
-            by_size.setdefault((written.total, written.rank), []).append(cell.name)
-            whole, by_layer = written.whole, max(by_layer, written.by_layer)
+        written = cell.saved
+        by_size.setdefault((written.total, written.rank), []).append(cell.name)
+        whole, by_layer = written.whole, max(by_layer, written.by_layer)
     if not by_size:
         return
     found = [

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch.autograd.graph import get_gradient_edge
 
 from zerosim.bands import Array
-from zerosim.layers import Flat, Pass, Role, Turn
+from zerosim.layers import Flat, Group, Pass, Role, Turn
 from zerosim.ranks import Workspace
 from zerosim.torch_models.draws import seed_of, seeded
 from zerosim.torch_models.execution import Executor, overwritten
@@ -125,7 +126,10 @@ class TorchUnit:
                 graph.saved.sources = {}
             for_leaves = {index: grad for index, grad in zip(graph.leaves, found, strict=False) if grad is not None}
             pending.put(rank, for_leaves, work, first=first)
-            self._store(dict(zip(graph.own, found[len(graph.leaves) :], strict=True)), targets, rank)
+            grads = dict(zip(graph.own, found[len(graph.leaves) :], strict=True))
+            self._store(grads, targets, rank)
+            if given.reached is not None:
+                self._note(grads, given.reached, rank, len(batch.rows))
         work.flops(operations)
         held.free()
         outs = [batch.layering(rank).layers[self.number].outs for rank in batch.turns[:1]]
@@ -175,6 +179,15 @@ class TorchUnit:
                 stop = start + prod(slot.shape)
                 store(grads.get(slot.name), view(target[rank, start:stop]))
                 start = stop
+
+    def _note(
+        self, grads: Mapping[str, torch.Tensor | None], reached: dict[Group, Array], rank: int, ranks: int
+    ) -> None:
+        """Of which parameters this rank has a gradient, in this pass or in one before."""
+        for part in self.parts:
+            if part.group.role is Role.TRAINABLE:
+                noted = reached.setdefault(part.group, np.zeros((ranks, len(part.slots)), np.bool_))
+                noted[rank] |= [grads.get(slot.name) is not None for slot in part.slots]
 
     def _tensors(self, flats: Flats, rank: int) -> dict[Any, torch.Tensor]:
         """One rank's tensors of the module by name: buffers themselves, parameters in registers.
