@@ -54,7 +54,7 @@ def test_it_answers_at_a_glance() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_number_is_cut(width: int) -> None:
     """On a narrow screen columns are left out, whole, and never the scheme, what it holds and what room there is."""
-    found = zs.plan(MODEL, gpus=[3, 24], memory="290kB").record
+    found = zs.plan(MODEL, gpus=3, memory="290kB").record
     out = io.StringIO()
     with mock.patch.object(plan_console, "WIDTH", width):
         plan_console.show(found, Console(file=out), verbose=True)
@@ -64,7 +64,6 @@ def test_no_number_is_cut(width: int) -> None:
     for cell in found.cells:
         assert re.search(f"{cell.name} .*{sizes.text(cell.at_rest)} +{sizes.text(cell.peak.total)}", text), cell.name
     assert ("█" in text) == (width >= 80)
-    assert ("sent" in text.partition("-v")[0].partition("to blame")[0]) == (width >= 80)
 
 
 def test_what_stands_behind_the_answer_is_shown_when_asked_for() -> None:

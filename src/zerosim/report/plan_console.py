@@ -139,7 +139,7 @@ def _bar(question: Question, cell: Cell) -> str:
 def _room(question: Question, cell: Cell) -> str:
     if cell.room is None:
         return ""
-    return f"[green]{verdict.size(question, cell.room)}[/]" if cell.fits else "[red]does not fit[/]"
+    return f"[green]{verdict.size(question, cell.room)}[/]" if cell.fits else "[red]none[/]"
 
 
 def _largest_models(plan: Plan) -> Table:

@@ -14,11 +14,14 @@ def screen(console: Console | None = None, *, width: int) -> Console:
 
 
 def number_table(title: str, *columns: str, left: int = 1, caption: str = "", tight: bool = False) -> Table:
-    """A table whose first ``left`` columns are text and whose others are numbers; ``tight`` is for many columns."""
+    """A table whose first ``left`` columns are text and whose others are numbers, which are never cut.
+
+    ``tight`` is for many columns.
+    """
     made = Table(
         title=title or None, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
         collapse_padding=tight, pad_edge=not tight,
     )  # fmt: skip
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index >= left else "left", no_wrap=index < left)
+        made.add_column(column, justify="right" if index >= left else "left", no_wrap=index < left, overflow="fold")
     return made
