@@ -131,9 +131,14 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """A command that is killed outright cannot tidy up; its ranks end, even a stopped one, and no file is left."""
     code = (
         "import os, signal\n"
+        "from zerosim.real_ranks.connection import Arrived\n"
         "from zerosim.real_ranks.processes import children, meeting_point\n"
-        "with meeting_point() as path, children(2, lambda connection, *_: connection.receive()) as born:\n"
+        "def work(connection, *_):\n"
+        "    connection.send(Arrived())\n"  # from here on the kernel knows that they die with their parent
+        "    connection.receive()\n"
+        "with meeting_point() as path, children(2, work) as born:\n"
         "    open(path, 'wb').write(b'met')\n"
+        "    [child.connection.receive() for child in born]\n"
         "    print(*(child.pid for child in born), flush=True)\n"
         "    signal.pause()\n"
     )
