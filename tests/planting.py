@@ -20,9 +20,9 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from zerosim.api.recording import NOTHING
 from zerosim.kernels.choice import SWITCH
 from zerosim.lab import suite
-from zerosim.records.ablations import Ablations
 from zerosim.records.results import Failure
 
 Fault = dict[str, Any]
@@ -44,8 +44,7 @@ def lab_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setenv(SWITCH, "numpy")
-    nothing = Ablations(whole_model_gather=None, narrow_wire=None, whole_model_bucket={})
-    monkeypatch.setattr(suite, "_ablations", lambda *_: nothing)
+    monkeypatch.setattr(suite, "_ablations", lambda *_: NOTHING)
     with np.errstate(all="ignore"):
         yield
 
@@ -62,6 +61,18 @@ def plant(monkeypatch: pytest.MonkeyPatch, edits: Sequence[Edit]) -> None:
         monkeypatch.setattr(module, "LEFT", None, raising=False)  # where a fault may leave something
         code = edited(where, [(old, new) for place, old, new in edits if place == where])
         monkeypatch.setattr(function(where), "__code__", code)
+
+
+def sweep_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For time's sake the lab's sweep has the N that was asked for and no other."""
+    monkeypatch.setattr(suite, "sweep_ranks", lambda ranks, node=None: [ranks])
+
+
+def assert_plantable(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """What a fault replaces is in the source, once, and each function that it names has other code then."""
+    before = {where: function(where).__code__ for where, _, _ in edits_of(fault)}
+    plant(monkeypatch, edits_of(fault))
+    assert not any(function(where).__code__ is code for where, code in before.items())
 
 
 def function(where: str) -> Callable[..., Any]:
