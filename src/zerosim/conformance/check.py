@@ -27,11 +27,12 @@ from zerosim.conformance.local_gradients import LocalGradients, default_forward
 from zerosim.conformance.observer import Observer
 from zerosim.conformance.patience import OutOfOrder, Patience
 from zerosim.conformance.recording import Recorder
-from zerosim.conformance.seen import Seen, leaves
+from zerosim.conformance.seen import Seen
 from zerosim.conformance.side import Side
 from zerosim.options import LossScale
 from zerosim.records.conformance import VERDICT_SCHEMA, Cause, Finding, Recipe, Verdict
 from zerosim.stages import Stage
+from zerosim.torch_models import trees
 from zerosim.torch_models.units import numpy_dtype
 from zerosim.util.arguments import instance_of, integer, one_of
 
@@ -144,7 +145,7 @@ class Check:
         ``lr`` is this step's learning rate where it changes, ``loss_scale`` this step's scale where the user has it.
         OutOfOrder, before this rank asks for it, for a collective that the others do not ask for.
         """
-        if not leaves(x):
+        if not trees.tensors(x):
             raise TypeError(f"check.step(x): a tensor, or a tuple or mapping of them; got {type(x).__name__}.")
         self._steps += 1
         self._patience.begin(self._steps)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from zerosim.bands import Array
 from zerosim.conformance.layout import array_of
 from zerosim.records.conformance import Asked, Kind
+from zerosim.torch_models import trees
 
 dist: Any = torch.distributed
 Tensor = Any
@@ -160,7 +161,7 @@ def _elements(kind: Kind, into: Sequence[Tensor], out: Sequence[Tensor], size: i
 
 
 def _tensors(given: dict[str, Any], names: Sequence[str]) -> list[Tensor]:
-    return [leaf for name in names for leaf in tree_leaves(given.get(name)) if isinstance(leaf, torch.Tensor)]
+    return [tensor for name in names for tensor in trees.tensors(given.get(name))]
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from zerosim.bands import PRECISIONS
-from zerosim.conformance.seen import leaves, sliced
 from zerosim.counts import EventKind
 from zerosim.optimizer import SGD, Adam
 from zerosim.records.conformance import Expected, Parameter, Recipe, Rule
 from zerosim.schemes import Scheme
 from zerosim.stages import Stage
+from zerosim.torch_models import trees
 from zerosim.torch_models.profile import measure
 from zerosim.torch_models.units import Wrap, partition
 from zerosim.worlds.dry import DryRing
@@ -34,16 +34,16 @@ def expected(
 
     Without numbers, and with the reason, for a module that cannot be measured on shapes.
     """
-    rows = len(leaves(x)[0])
+    rows = len(trees.tensors(x)[0])
     if rows % recipe.accumulate:
         return Expected(unknown=f"{rows} rows cannot be cut into {recipe.accumulate} equal micro-batches")
     one = slice(0, rows // recipe.accumulate)
     precision = PRECISIONS[recipe.precision]
-    inputs = sliced(x, one)
+    inputs = trees.sliced(x, one)
     try:
         shapes = measure(
             module, inputs if not isinstance(inputs, list) else tuple(inputs), units,
-            compute=_COMPUTE[precision.working.name], loss=loss, target=leaves(sliced(y, one))[0],
+            compute=_COMPUTE[precision.working.name], loss=loss, target=trees.tensors(trees.sliced(y, one))[0],
         )  # fmt: skip
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         return Expected(unknown=str(error))

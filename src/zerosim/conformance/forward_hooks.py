@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from zerosim.conformance.collectives import Watch
 from zerosim.conformance.layout import Layout, Piece, array_of
-from zerosim.conformance.seen import Seen, leaves, sliced
+from zerosim.conformance.seen import Seen
+from zerosim.torch_models import trees
 
 Tensor = Any
 Tree = Any
@@ -67,18 +68,18 @@ class ForwardHooks(ExitStack):
     def _before(self, _: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             with self._watch.paused(), torch.no_grad():
-                given = leaves((args, kwargs))
+                given = trees.tensors((args, kwargs))
                 rows = _rows(given)
                 self._seen.forwarded = max(self._seen.forwarded, 0) + rows
-                declared = leaves(sliced(self._seen.x, slice(self._taken, self._taken + rows)))
+                declared = trees.tensors(trees.sliced(self._seen.x, slice(self._taken, self._taken + rows)))
                 self._seen.strange += _strange(given, declared)
 
     def _after(self, _: Any, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            given = leaves((args, kwargs))
+            given = trees.tensors((args, kwargs))
             part = slice(self._taken, self._taken + _rows(given))
             with self._watch.paused(), torch.no_grad(), suppress(Exception):
-                wanted = _moved(sliced(self._seen.y, part), given[0].device)
+                wanted = _moved(trees.sliced(self._seen.y, part), given[0].device)
                 self._seen.losses.append(float(self._loss(output, wanted)))
             self._taken = part.stop
 

@@ -16,9 +16,8 @@ import torch
 
 from zerosim.bands import Array
 from zerosim.conformance.layout import Layout, tensor_of
-from zerosim.conformance.seen import leaves, sliced
+from zerosim.torch_models import trees
 from zerosim.torch_models.draws import deterministic
-from zerosim.torch_models.trees import arguments, map_tensors
 
 Tensor = Any
 Tree = Any
@@ -44,7 +43,7 @@ class Local(NamedTuple):
 
 def default_forward(module: torch.nn.Module, x: Tree) -> Any:
     """Call a module with x: a tensor, a tuple of positional arguments, or a mapping of keywords."""
-    args, kwargs = arguments(x)
+    args, kwargs = trees.arguments(x)
     return module(*args, **kwargs)
 
 
@@ -71,7 +70,7 @@ class LocalGradients:
         self, theta: Array, buffers: Mapping[str, Tensor], x: Tree, y: Tree, *, micro: int, scale: float, training: bool
     ) -> Local:
         """One rank's gradient at ``theta`` [P], in its own dtype, of the mean loss over ``micro`` micro-batches."""
-        rows = len(leaves(x)[0])
+        rows = len(trees.tensors(x)[0])
         size = -(-rows // micro)
         starts = range(0, rows, size)
         found = [self._pass(theta, buffers, x, y, slice(a, a + size), scale, training, exact=False) for a in starts]
@@ -101,11 +100,11 @@ class LocalGradients:
             own[each.name] = flat[span].view(each.shape).clone().requires_grad_(each.trainable)
         values = {name: buffer.double() if exact and buffer.is_floating_point() else buffer.clone()
                   for name, buffer in buffers.items()}  # fmt: skip
-        some, wanted = sliced(x, rows), sliced(y, rows)
+        some, wanted = trees.sliced(x, rows), trees.sliced(y, rows)
         if exact:
-            some, wanted = (map_tensors(_double, tree) for tree in (some, wanted))
+            some, wanted = (trees.map_tensors(_double, tree) for tree in (some, wanted))
         elif self.cast:
-            some = map_tensors(lambda leaf: leaf.to(flat.dtype) if leaf.is_floating_point() else leaf, some)
+            some = trees.map_tensors(lambda leaf: leaf.to(flat.dtype) if leaf.is_floating_point() else leaf, some)
         with torch.enable_grad(), deterministic(type(module).__name__):
             inside = {f"module.{self._prefix}{name}": tensor for name, tensor in (own | values).items()}
             loss = torch.func.functional_call(_Called(module, self.call), inside, (some, wanted))

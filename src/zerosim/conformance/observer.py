@@ -21,11 +21,12 @@ from zerosim.conformance.layout import Layout, Matcher, Memory, Piece, assemble
 from zerosim.conformance.optimizers import Optimizers, Runs
 from zerosim.conformance.patience import Patience
 from zerosim.conformance.search import State
-from zerosim.conformance.seen import Seen, copied, leaves
+from zerosim.conformance.seen import Seen, copied
 from zerosim.conformance.side import Side
 from zerosim.conformance.storages import Storages
 from zerosim.real_ranks.meter import Counters, Kernel
 from zerosim.records.conformance import Asked
+from zerosim.torch_models import trees
 
 Tensor = Any
 Tree = Any
@@ -69,7 +70,7 @@ class Observer:
         """Set the hooks, and take down what is there."""
         self._handed = {}
         self.seen = seen = Seen(self.rank, step, copied(x), copied(y), lr=lr, loss_scale=loss_scale)
-        seen.rows = len(leaves(seen.x)[0]) if leaves(seen.x) else 0
+        seen.rows = next((len(tensor) for tensor in trees.tensors(seen.x)), 0)
         seen.training = self.net.training
         seen.buffers = {name: array.detach().cpu().clone() for name, array in self.net.named_buffers()}
         net = self._parameters()
@@ -82,7 +83,7 @@ class Observer:
         self._before = before
         self._watch = Watch(self._label, self._ask, self._saw, keep=True)
         self._optimizers = Optimizers(self._memory, self._matcher, self._watch, self._runs)
-        self._storages.ignore([*leaves(x), *leaves(y), *leaves((seen.x, seen.y)), *seen.buffers.values()])
+        self._storages.ignore([*trees.tensors((x, y, seen.x, seen.y)), *seen.buffers.values()])
         self._storages.begin()
         self._stack = stack = ExitStack()
         partial = {name for name, each in net.items() if self._at_rest(name, each) is None or isinstance(each, DTensor)}

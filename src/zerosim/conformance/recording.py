@@ -20,7 +20,7 @@ import zerosim.conformance.seen as steps
 from zerosim.conformance.judge import Judge
 from zerosim.conformance.layout import Layout
 from zerosim.conformance.local_gradients import LocalGradients, Tree, default_forward
-from zerosim.conformance.seen import Seen, leaves
+from zerosim.conformance.seen import Seen
 from zerosim.records.conformance import (
     MODEL,
     RUN_SCHEMA,
@@ -33,6 +33,7 @@ from zerosim.records.conformance import (
 )
 from zerosim.records.files import ResultsError
 from zerosim.stages import Stage
+from zerosim.torch_models import trees
 from zerosim.torch_models.units import numpy_dtype
 
 Tensor = Any
@@ -85,7 +86,7 @@ def _export(local: LocalGradients, seen: Seen, path: Path) -> str:
     """Write the model with its loss as a graph of operations, for any number of rows. The reason, if that fails."""
     dtype = next(iter(local.module.parameters())).dtype
     x = _cast(seen.x, dtype) if local.cast else seen.x
-    rows = leaves(seen.x)[0].shape[0]
+    rows = trees.tensors(seen.x)[0].shape[0]
     dynamic = torch.export.Dim("rows") if rows > 1 else torch.export.Dim.STATIC
 
     def shape(tree: Tree) -> Any:

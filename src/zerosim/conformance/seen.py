@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from zerosim.bands import Array
 from zerosim.conformance.layout import Piece, array_of, tensor_of
 from zerosim.records.conformance import Asked, Held
 from zerosim.records.files import ResultsError
@@ -167,25 +166,3 @@ def copied(tree: Tree) -> Tree:
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree.copy())
     return tree.detach().to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
-
-
-def leaves(tree: Tree) -> list[Tensor]:
-    """The tensors of a tree, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [leaf for value in values for leaf in leaves(value)]
-
-
-def sliced(tree: Tree, rows: slice) -> Tree:
-    """Some rows of every tensor of a tree."""
-    if isinstance(tree, torch.Tensor):
-        return tree[rows]
-    if isinstance(tree, dict):
-        return {key: sliced(value, rows) for key, value in tree.items()}
-    return tuple(sliced(value, rows) for value in tree) if isinstance(tree, list | tuple) else tree
-
-
-def same_bits(one: Array, other: Array) -> bool:
-    """Whether two arrays are alike bit for bit."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -27,3 +27,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """The same tree with ``function`` of each tensor in its place."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def sliced(tree: Any, rows: slice) -> Any:
+    """The same tree with some rows of each tensor in its place."""
+    return map_tensors(lambda tensor: tensor[rows], tree)
