@@ -10,7 +10,6 @@ from rich.console import Console
 from readme_views import Lab, Planned, Real, Scheme
 from zerosim.records.results import SweepRow
 from zerosim.report import plan_console
-from zerosim.report import plan_verdict as verdict
 from zerosim.schemes import SCHEMES
 from zerosim.util import sizes
 
@@ -206,25 +205,6 @@ def reduce_scatter(real: Real) -> str:
 
 def _counted(readings: dict[str, int]) -> str:
     return " or ".join(f"{count:,}" for count in sorted(set(readings.values()))) or "not measured"
-
-
-def plan(planned: Planned) -> str:
-    """What a GPU holds and sends under each stage, and whether a card has room for it."""
-    return table(
-        ["", "at rest", "at the peak", "the peak is in", "most of it", "sent in a step", "room on a card"],
-        [
-            [
-                cell.name,
-                sizes.text(cell.at_rest),
-                sizes.text(cell.peak.total),
-                verdict.instant(cell.peak),
-                f"{cell.peak.largest}, {sizes.text(cell.peak.by_band[cell.peak.largest])}",
-                sizes.text(cell.sent),
-                "none" if cell.room is None or cell.room < 0 else sizes.text(cell.room),
-            ]
-            for cell in planned.cells
-        ],
-    )
 
 
 def plan_screen(planned: Planned) -> str:

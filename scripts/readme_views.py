@@ -14,7 +14,6 @@ from zerosim.counts import EventKind
 from zerosim.records.plan import Cell, Plan
 from zerosim.records.real_ranks import Corroboration, Run
 from zerosim.records.results import OutOfMemoryRecord, Prediction, Results, SchemeRecord, StepRecord, SweepRow
-from zerosim.util import sizes
 from zerosim.worlds.gloo import HEADER
 
 FRAME = 3 * HEADER  # bytes that gloo adds to a message
@@ -261,32 +260,7 @@ class Planned:
     """A recorded plan, for the number of GPUs that was asked for."""
 
     def __init__(self, found: Plan) -> None:
-        self.found, self.question = found, found.question
-        self.n = found.question.asked[0]
-        self.cells = found.at(self.n)
-        self.params = found.model.params
-        self.config = found.model.name
-        self.sequence = found.model.sequence
-
-    @property
-    def card(self) -> str:
-        """The memory of a card, with its unit."""
-        assert self.question.memory is not None
-        return sizes.text(self.question.memory)
-
-    @property
-    def smallest(self) -> str:
-        """The smallest N on which each stage fits, and by its model states alone."""
-        return ", ".join(
-            f"{row.row.name} {row.ranks or 'none'} ({row.states_alone or 'none'})" for row in self.found.smallest
-        )
-
-    @property
-    def lowest(self) -> Cell:
-        """The lowest stage that fits."""
-        cell = self.found.first_fit(self.n)
-        assert cell is not None
-        return cell
+        self.found, self.cells = found, found.at(found.question.asked[0])
 
     @property
     def last(self) -> Cell:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zerosim.api import recording
 from zerosim.api.models import Batch, batches_for, model_for, rows_of
 from zerosim.counts import Report
+from zerosim.lab.as_records import shortage
 from zerosim.lab.side_by_side import Training, predicted, together
 from zerosim.model import MLP
 from zerosim.options import Options, chosen, with_options
@@ -184,7 +185,7 @@ class _Plain:
         try:
             self._scheme = row(model, ranks, options)
         except OutOfMemory as error:
-            self.out_of_memory = recording.shortage(error, 0)
+            self.out_of_memory = shortage(error, 0)
 
     @property
     def running(self) -> bool:
@@ -204,7 +205,7 @@ class _Plain:
             try:
                 self.scheme.step(batch)
             except OutOfMemory as error:
-                self.out_of_memory = recording.shortage(error, len(self.scheme.reports))
+                self.out_of_memory = shortage(error, len(self.scheme.reports))
 
     def finish(self, *, sanitized: bool) -> list[Failure]:
         return []

@@ -16,7 +16,6 @@ from zerosim.lab.as_records import event_records, step_record
 from zerosim.lab.suite import versions
 from zerosim.model import MLP
 from zerosim.options import Options
-from zerosim.ranks import OutOfMemory
 from zerosim.records.ablations import Ablations
 from zerosim.records.results import (
     OWN,
@@ -66,14 +65,6 @@ def scheme_record(
         events=event_records(log) if log else [],
         out_of_memory=ended,
     )
-
-
-def shortage(error: OutOfMemory, step: int) -> OutOfMemoryRecord:
-    """Where memory ran out, and what was asked for."""
-    return OutOfMemoryRecord(
-        step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
-        place=error.place, on_card=error.on_card,
-    )  # fmt: skip
 
 
 def results(

@@ -10,7 +10,8 @@ from typing import Any
 
 from zerosim import theory
 from zerosim.counts import Peak, Report
-from zerosim.records.results import EventRecord, PeakRecord, Prediction, StepRecord, TrafficRecord
+from zerosim.ranks import OutOfMemory
+from zerosim.records.results import EventRecord, OutOfMemoryRecord, PeakRecord, Prediction, StepRecord, TrafficRecord
 
 
 def prediction(job: theory.Job) -> Prediction:
@@ -48,6 +49,14 @@ def _by_place(copies: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]
 
 def _peak_record(peak: Peak) -> PeakRecord:
     return PeakRecord(total=peak.total, by_band=plain(peak.by_band), unit=peak.unit, phase=peak.phase)
+
+
+def shortage(error: OutOfMemory, step: int) -> OutOfMemoryRecord:
+    """Where memory ran out, and what was asked for."""
+    return OutOfMemoryRecord(
+        step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
+        place=error.place, on_card=plain(error.on_card),
+    )  # fmt: skip
 
 
 def event_records(report: Report) -> list[EventRecord]:

@@ -18,7 +18,7 @@ from zerosim import theory
 from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
 from zerosim.counts import Report
-from zerosim.lab.as_records import event_records, plain, prediction, step_record
+from zerosim.lab.as_records import event_records, plain, prediction, shortage, step_record
 from zerosim.lab.data import Pair, batches
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
@@ -168,10 +168,7 @@ class Run:
         self.failures += compare.as_loaded(self.scheme, self._plain, step)
 
     def _end(self, error: OutOfMemory, step: int) -> None:
-        self.out_of_memory = OutOfMemoryRecord(
-            step=step, rank=error.rank, band=error.band, unit=error.unit, asked=error.asked, held=error.held,
-            place=error.place, on_card=plain(error.on_card),
-        )  # fmt: skip
+        self.out_of_memory = shortage(error, step)
 
     def fits_predicted(self) -> bool:
         """Whether all steps that were begun fit, of which the first is begun by allocating."""

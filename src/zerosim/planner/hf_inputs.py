@@ -152,11 +152,6 @@ def target(output: Any) -> torch.Tensor:
     return torch.empty(rows, dtype=torch.int64, device="meta")
 
 
-def has_loss(output: Any) -> bool:
-    """Whether the loss is the model's usual one, and not a stand-in."""
-    return _logits(output) is not None or getattr(output, "start_logits", None) is not None
-
-
 def _logits(output: Any) -> Any:
     for name in ("logits", "prediction_logits"):
         logits = getattr(output, name, None)
