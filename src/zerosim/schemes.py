@@ -132,10 +132,10 @@ class Scheme:
         self._gradients = Gradients(*given, comms(wire), self.ranks, options)
         self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
         self._update = Update(row, self.buckets, self._parameters, self._gradients, self.ranks, options, ranks)
-        self._scalars = comms(FP32)[0]
+        self._scalars = comms(FP32)
         self.agreement: Agreement | None = None
         if options.clip is not None or options.loss_scale is not None:
-            self.agreement = Agreement(row, self.buckets, comms(FP32), self._gradients, self.ranks, options)
+            self.agreement = Agreement(row, self.buckets, self._scalars, self._gradients, self.ranks, options)
 
     @property
     def states(self) -> tuple[Band, ...]:
@@ -195,7 +195,7 @@ class Scheme:
         if not self.options.uneven:
             return None
         mine = np.sum([each.weights for each in parts], axis=0).astype(FP32)
-        heard: Array = tell(self._scalars, self.ranks, mine[:, None], "rows").sum(axis=(1, 2), dtype=np.float64)
+        heard: Array = tell(self._scalars[0], self.ranks, mine[:, None], "rows").sum(axis=(1, 2), dtype=np.float64)
         if not heard.all():
             raise ValueError("step(batch): the rows or weights of all ranks sum to zero. Leave the step out.")
         return heard
@@ -266,7 +266,7 @@ class Scheme:
             self.updates += 1
             if self.options.in_backward:  # all has been done
                 return
-            used = in_use(self._scalars, self.ranks, self._gradients) if self.options.find_unused else None
+            used = in_use(self._scalars[0], self.ranks, self._gradients) if self.options.find_unused else None
             self._update.apply(factor, rate=self._rate(), used=used)
             for bucket in self.buckets:
                 if bucket.trainable:

@@ -195,8 +195,11 @@ def clipped(net: nn.Module) -> Any:
 
 
 def wrapped(net: nn.Module) -> Any:
-    ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=LR)
+    return stepping(DistributedDataParallel(net), torch.optim.Adam(net.parameters(), lr=LR))
+
+
+def stepping(ddp: Any, optimizer: Any) -> Any:
+    """A step of text, as everybody writes it."""
 
     def step(x: Any, y: Any) -> None:
         optimizer.zero_grad()
@@ -344,14 +347,7 @@ def redundancy(net: nn.Module) -> Any:
         warnings.simplefilter("ignore")  # of what it imports
         from torch.distributed.optim import ZeroRedundancyOptimizer
     ddp = DistributedDataParallel(net)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=LR)
-
-    def step(x: Any, y: Any) -> None:
-        optimizer.zero_grad()
-        next_byte(ddp(x), y).backward()
-        optimizer.step()
-
-    return step
+    return stepping(ddp, ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=LR))
 
 
 def momentum(net: nn.Module) -> Any:

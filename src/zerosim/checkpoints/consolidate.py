@@ -7,9 +7,7 @@ is ever in memory, whatever the model. Must not know schemes.
 from __future__ import annotations
 
 import json
-import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -22,7 +20,7 @@ from zerosim.bands import Array, Band, Place
 from zerosim.checkpoints import files
 from zerosim.checkpoints.files import BucketRecord, CheckpointError, Index
 from zerosim.ledger import Ledger
-from zerosim.records.files import CHUNK
+from zerosim.records.files import CHUNK, writing_whole
 
 
 def consolidate(folder: str | Path, out: str | Path) -> Ledger:
@@ -44,23 +42,17 @@ def consolidate(folder: str | Path, out: str | Path) -> Ledger:
             layout[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(layout).encode()
     header += b" " * (-len(header) % 8)
-    handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-    try:
-        with os.fdopen(handle, "wb") as target:  # the format's own layout: its library wants all of it in memory
-            target.write(struct.pack("<Q", len(header)) + header)
-            for bucket in _parameters(index):
-                whole = _layer(folder, index, bucket, ledger)
-                target.write(whole[: sum(map(prod, bucket.shapes))].data)
-                ledger.free(Band.CHECKPOINT, whole.nbytes, bucket.name, Place.HOST)
-            target.flush()
-            os.fsync(target.fileno())
-        with safetensors.safe_open(temporary, "np") as written:
-            assert set(written.keys()) == set(layout) - {"__metadata__"}
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, out)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+
+    def readable(written: str) -> None:
+        with safetensors.safe_open(written, "np") as file:
+            assert set(file.keys()) == set(layout) - {"__metadata__"}
+
+    with writing_whole(out, readable) as target:  # the format's own layout: its library wants all of it in memory
+        target.write(struct.pack("<Q", len(header)) + header)
+        for bucket in _parameters(index):
+            whole = _layer(folder, index, bucket, ledger)
+            target.write(whole[: sum(map(prod, bucket.shapes))].data)
+            ledger.free(Band.CHECKPOINT, whole.nbytes, bucket.name, Place.HOST)
     return ledger
 
 

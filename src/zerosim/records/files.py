@@ -11,8 +11,10 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import IO, Any, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -31,7 +33,14 @@ class ResultsError(ValueError):
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that whoever looks sees the old one or the new one, never a part.
+    """Write a file so that whoever looks sees the old one or the new one, never a part. OSError if it can't be."""
+    with writing_whole(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def writing_whole(path: Path, check: Callable[[str], None] = lambda written: None) -> Iterator[IO[bytes]]:
+    """A file to write to, which is at ``path`` once the block has ended well and ``check`` of what is written has too.
 
     OSError if the folder cannot be written, or the path is there and no file: a device is not to be replaced.
     """
@@ -40,9 +49,10 @@ def write_whole(path: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
+        check(temporary)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -11,7 +11,7 @@ from math import prod
 import msgspec
 import numpy as np
 
-from zerosim.layers import Role
+from zerosim.layers import Group, Role
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -34,15 +34,20 @@ class GroupShapes(msgspec.Struct, frozen=True):
     dtype: str | None = None
     stands_for: int | None = None
 
+    def group(self) -> Group:
+        """What a layer lists."""
+        dtype = None if self.dtype is None else np.dtype(self.dtype)
+        return Group(self.name, self.shapes, self.role, dtype, self.stands_for)
+
     @property
     def size(self) -> int:
         """The number of elements."""
-        return sum(prod(shape) for shape in self.shapes)
+        return self.group().size
 
     @property
     def params(self) -> int:
         """How many parameters, or numbers of buffers, it has."""
-        return self.size if self.stands_for is None else self.stands_for
+        return self.group().params
 
     @property
     def nbytes(self) -> int:

@@ -154,9 +154,7 @@ class ShapeModel:
     def __init__(self, shapes: ModelShapes, *, temporaries: bool = False) -> None:
         self.shapes, self._temporaries = shapes, temporaries
         _check(shapes)
-        groups = [
-            Group(each.name, each.shapes, each.role, _dtype(each.dtype), each.stands_for) for each in shapes.groups
-        ]
+        groups = [each.group() for each in shapes.groups]
         self._x, self._target = _Batch(shapes.inputs), _Batch([shapes.target, *shapes.more_targets])
         self.layers: list[Layer] = []
         for index, unit in enumerate(shapes.units):
@@ -238,10 +236,6 @@ def _check(shapes: ModelShapes) -> None:
 
 def _hold(tensor: Tensor, work: Workspace) -> Array:
     return work.hold(*tensor.shape, dtype=np.dtype(tensor.dtype))
-
-
-def _dtype(name: str | None) -> DType | None:
-    return None if name is None else np.dtype(name)
 
 
 def _known(dtype: DType | None) -> DType:
