@@ -133,7 +133,7 @@ def _unexplained(flows: Iterable[Flow], meter: str) -> str:
     return _marked(f"{total:,}", total > 0)
 
 
-def _memory(found: Corroboration, runs: Sequence[Run]) -> list[Table]:
+def _memory(found: Corroboration, runs: Sequence[Run]) -> Sequence[Table]:
     tables = []
     for precision, collectives in product(found.settings.precisions, found.settings.collectives):
         here = [run for run in runs if (run.precision, run.collectives) == (precision, collectives)]
