@@ -146,9 +146,13 @@ class Gradients:
             self._came_down(bucket)
         self._reduced.add(bucket.group)
         if full is not kept:
-            self._ranks.free(full)
+            self._spent(full)
         if self._row.two_axes and last:
             self._reduce_replicas(bucket, self._partial.pop(bucket.group), label)
+
+    def _spent(self, full: Array) -> None:
+        """What has been reduced is needed no more."""
+        self._ranks.free(full)
 
     def _reduce_group(self, bucket: Bucket, full: Shaped[Array, "R L"], label: Mapping[str, Any]) -> None:
         """Average over the group, on top of what earlier micro-batches came to."""

@@ -118,12 +118,15 @@ class Parameters:
             return
         for group in (group for layer in layers for group in layer.groups):
             if group.role is not Role.BUFFER and group not in self._full:
-                bucket = self._buckets[group]
-                self._full[group] = full = self._ranks.hold(Band.GATHERED, (bucket.padded,), bucket.name, group.dtype)
-                if group in self._second:
-                    self._gather(self._inner, bucket, full, self._second[group])
-                else:
-                    self._gather_shards(bucket, full)
+                self._fetch_group(group)
+
+    def _fetch_group(self, group: Group) -> None:
+        bucket = self._buckets[group]
+        self._full[group] = full = self._ranks.hold(Band.GATHERED, (bucket.padded,), bucket.name, group.dtype)
+        if group in self._second:
+            self._gather(self._inner, bucket, full, self._second[group])
+        else:
+            self._gather_shards(bucket, full)
 
     def _gather_shards(self, bucket: Bucket, full: Array) -> None:
         """Gather what the ranks hold; a shard on the host is first copied to the card."""

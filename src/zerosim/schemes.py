@@ -73,6 +73,8 @@ class Scheme:
     ('2.9...', 33024, 88)
     """
 
+    made_of: tuple[Any, Any, Any] = Gradients, Parameters, Update
+
     def __init__(
         self,
         stage: Stage,
@@ -129,9 +131,10 @@ class Scheme:
         self.scaler = Scaler(options.loss_scale) if isinstance(options.loss_scale, LossScale) else None
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
-        self._gradients = Gradients(*given, comms(wire), self.ranks, options)
-        self._parameters = Parameters(*given, comms(wire_params), self.ranks, options)
-        self._update = Update(row, self.buckets, self._parameters, self._gradients, self.ranks, options, ranks)
+        gradients, parameters, update = self.made_of
+        self._gradients = gradients(*given, comms(wire), self.ranks, options)
+        self._parameters = parameters(*given, comms(wire_params), self.ranks, options)
+        self._update = update(row, self.buckets, self._parameters, self._gradients, self.ranks, options, ranks)
         self._scalars = comms(FP32)
         self.agreement: Agreement | None = None
         if options.clip is not None or options.loss_scale is not None:

@@ -93,7 +93,7 @@ class ConfigSource(ModelSource):
         sizes = self._sizes[key]
         shapes = sizes.tried(workload.rows) if workload.tried else sizes.at(workload.rows)
         too_large(shapes.n_params)
-        model = ShapeModel(compact(shapes, copies=workload.copies), temporaries=True)
+        model = ShapeModel(compact(shapes, copies=workload.copies), temporaries=True, frees=workload.frees)
         return Prepared(
             model, model.batch(rows // workload.rows), largest_module=facts.largest_module, states_alone=not facts.runs
         )

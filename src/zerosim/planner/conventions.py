@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from zerosim.bands import PRECISIONS, WIRES, Band, DType
+from zerosim.comm import Comm
 from zerosim.options import Options, Padding
 from zerosim.planner import recipes
+from zerosim.planner.fsdp2 import FSDP2, Library
 from zerosim.planner.recipes import RECIPES
-from zerosim.schemes import SCHEMES, Stage
+from zerosim.schemes import SCHEMES, Scheme, Stage
 from zerosim.util.arguments import one_of
 
 DEEPSPEED_BUCKET = 500_000_000  # elements: reduce_bucket_size unless told otherwise
@@ -64,6 +66,11 @@ class Convention:
     rules: Mapping[Sharded, Rules]
     why: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    scheme: type[Scheme] = Scheme
+    collectives: type[Comm] | None = None
+    set_to_none: bool = False
+    foreach: bool = False
+    frees: bool = False
 
     def __post_init__(self) -> None:
         one_of(f"Convention {self.name!r}", "precision", self.precision, PRECISIONS)
@@ -168,7 +175,12 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 "FSDP2 (fully_shard)",
                 "fsdp",
                 {PARAMS: Rules(padding="rows", prefetch=1)},
-                (
+                scheme=FSDP2,
+                collectives=Library,
+                set_to_none=True,
+                foreach=True,
+                frees=True,
+                why=(
                     "The shards are fp32 and are themselves what the optimizer updates: 4 bytes of parameters, 4 of "
                     "gradients and 8 of moments, 16 in all, all of it sharded.",
                     "Parameters are cast to bf16 and then gathered; gradients come out of backward in bf16 and are "
@@ -176,7 +188,7 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "Each parameter is cut along its first axis and padded to a multiple of N rows.",
                     "The next unit is gathered while one computes, so two are there at a time.",
                 ),
-                (
+                left_out=(
                     "With reshard_after_forward=False parameters are gathered once and kept until backward; that is "
                     "no stage here.",
                     "The buffers that a gather is copied out of and a reduction is copied into are not counted: at "

@@ -28,7 +28,8 @@ class Workload:
 
     ``tried``: a size that is tried in a search, for which measuring anew may be spared. ``loss`` and ``kv``
     say how the loss and attention's keys and values are computed (``Question``); ``copies`` whether each unit keeps
-    a 16-bit copy of the parameters that it reads, as under torch.autocast.
+    a 16-bit copy of the parameters that it reads, as under torch.autocast; ``frees`` whether what a unit hands on
+    goes as soon as nothing needs it any more.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Workload:
     loss: str = "fp32"
     kv: str = "grouped"
     copies: bool = False
+    frees: bool = False
 
 
 @dataclass(frozen=True)

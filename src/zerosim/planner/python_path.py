@@ -90,7 +90,7 @@ class TorchModelSource(ModelSource):
         if key not in self._sizes:
             self._sizes[key] = BatchSizes(partial(self._measure, *key))
         shapes = self._sizes[key].tried(workload.rows) if workload.tried else self._sizes[key].at(workload.rows)
-        model = ShapeModel(compact(shapes, copies=workload.copies), temporaries=True)
+        model = ShapeModel(compact(shapes, copies=workload.copies), temporaries=True, frees=workload.frees)
         return Prepared(model, model.batch(rows // workload.rows), largest_module=_largest(self._module))
 
     def _measure(self, sequence: int | None, checkpoint: str, compute: str, rows: int) -> ModelShapes:

@@ -12,7 +12,7 @@ compute: a plan runs on shapes. Must not know conventions nor models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -86,11 +86,23 @@ OPTIMIZERS: Mapping[str, Adam | SGD] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOptions(Options):
-    """Options of a run on shapes under any of ``RECIPES``, which is named in ``planned``, and if ``in_backward`` with
-    each unit's update as soon as its gradients are there."""
+    """Options of a run on shapes under any of ``RECIPES``, which is named in ``planned``.
+
+    ``in_backward``: each unit is updated as soon as its gradients are there. ``set_to_none``: gradients are there from
+    their reduction to the end of the step. ``foreach``: the optimizer works on all parameters at once, and what it
+    computes on the way is as large as one of its moments.
+    """
 
     planned: str = ""
     in_backward: bool = False
+    set_to_none: bool = False
+    foreach: bool = False
+
+    @property
+    def states(self) -> tuple[Band, ...]:
+        """The model states that outlive a step."""
+        gone = self.in_backward or self.set_to_none
+        return tuple(band for band in super().states if not (gone and band is Band.GRADS))
 
     @property
     def recipe(self) -> Precision:
@@ -103,22 +115,20 @@ class PlannedOptions(Options):
         return Recipe(row.name, row.working, row.master, row.grads, row.main_grads, held={**own, **held})
 
 
-def options(base: Options, name: str, optimizer: str, *, in_backward: bool = False) -> Options:
-    """The options with that recipe and optimizer: plain ones where the simulator has both, else planned ones."""
+def options(base: Options, name: str, optimizer: str, **planned: bool) -> Options:
+    """The options with that recipe and optimizer, and what else of ``PlannedOptions`` is asked for: plain ones where
+    the simulator has all of it."""
     chosen = OPTIMIZERS[optimizer]
-    values = {
-        each: getattr(base, each)
-        for each in base.__dataclass_fields__
-        if each not in ("precision", "optimizer", "planned", "in_backward")
-    }
-    if name in PRECISIONS and not isinstance(chosen, Planned) and not in_backward:
+    values: dict[str, Any] = {each.name: getattr(base, each.name) for each in fields(Options)}
+    del values["precision"], values["optimizer"]
+    if name in PRECISIONS and not isinstance(chosen, Planned) and not any(planned.values()):
         return Options(**values, precision=name, optimizer=chosen)
     if isinstance(chosen, SGD):
         chosen = PlannedSGD(momentum=chosen.momentum)
     else:
         chosen = Planned(eight_bit=isinstance(chosen, Planned) and chosen.eight_bit)
     stands_for = name if name in PRECISIONS else "bf16" if RECIPES[name].working == BF16 else "fp32"
-    return PlannedOptions(**values, precision=stands_for, optimizer=chosen, planned=name, in_backward=in_backward)
+    return PlannedOptions(**values | planned, precision=stands_for, optimizer=chosen, planned=name)
 
 
 def scales(optimizer: str, elements: int) -> int:

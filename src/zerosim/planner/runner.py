@@ -68,7 +68,11 @@ class Runner:
         if question.bucket is not None and not self._beside(row):
             asked["bucket"] = question.bucket
         base = self.convention.options(row, question.precision)
-        chosen = recipes.options(base, self.precision, question.optimizer, in_backward=question.optimizer_in_backward)
+        chosen = recipes.options(
+            base, self.precision, question.optimizer,
+            in_backward=question.optimizer_in_backward, set_to_none=self.convention.set_to_none,
+            foreach=self.convention.foreach,
+        )  # fmt: skip
         return replace(chosen, **asked, accumulate=question.micro_batches(ranks, micro_batch))
 
     def _beside(self, row: Stage) -> dict[Band, int]:
@@ -86,7 +90,7 @@ class Runner:
         question = self.question
         workload = Workload(
             rows, question.sequence, question.checkpoint, self.working(row), tried=rows != question.micro_batch,
-            loss=question.loss, kv=question.kv, copies=self.precision == "autocast",
+            loss=question.loss, kv=question.kv, copies=self.precision == "autocast", frees=self.convention.frees,
         )  # fmt: skip
         times = question.micro_batches(ranks, micro_batch)
         key = workload, times
@@ -98,7 +102,10 @@ class Runner:
         """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
         prepared = self.prepare(row, micro_batch, ranks)
         options = replace(self.options(row, ranks, micro_batch), capacity=capacity, **prepared.options)
-        scheme = Scheme(row, prepared.model, ranks, options, ring=DryRing(ranks))
+        made = self.convention.scheme(
+            row, prepared.model, ranks, options, ring=DryRing(ranks), collectives=self.convention.collectives
+        )
+        scheme: Scheme = made
         if scheme.shard is not DP:  # with one rank nothing is reduced, and no bucket is there
             for band, elements in self._beside(row).items():
                 scheme.ranks.hold(band, (elements,), "bucket")

@@ -58,6 +58,9 @@ class Run:
         self._alike, self._seen = Alike(), dict[Any, tuple[Cost, set[str], Any, set[str | int]]]()
         self._producers: dict[int, int] = {}  # the call that gave an output, by the output's id
         self._flops, self._outside = Flops(), 0
+        self._flops.read = self._read
+        self._outputs: dict[int, tuple[int, int]] = {}  # whose output a storage is: the call, and which of its
+        self._last_read: dict[tuple[int, int], int] = {}  # the last call that reads it; the loss comes after all
         self._walked: set[Any] = set()
         self._saved = SavedTensors({f"input {index}": tensor for index, tensor in enumerate(given)}, hold=True)
         for unit in units:
@@ -95,6 +98,8 @@ class Run:
         """What the loss keeps and costs, and which calls its gradient goes to."""
         found = [tensor for tensor in _found(output) if tensor.requires_grad]
         there = {f"y{index}": tensor for index, tensor in enumerate([*found, target])}
+        for tensor in found:
+            self._read(tensor)
         with ExitStack() as stack:
             for context in _settings():
                 stack.enter_context(context)
@@ -109,12 +114,13 @@ class Run:
             cost, grads = _cost(record, {}, [value], found, watch)
         self._take(record.touched, {name: tensor for name, tensor in there.items() if tensor is not target})
         used = [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None]
-        return UnitShapes(name="loss", feeds=self._feeds(used), **vars(cost))
+        return UnitShapes(name="loss", feeds=self._feeds(used), frees=self._freed_by(len(self.calls)), **vars(cost))
 
     def units(self) -> list[UnitShapes]:
         """What was seen, call by call."""
         kept = [elements(kept.storage.nbytes(), kept.dtype) for kept in self._saved.finish({})]
-        if wrong := sorted(name for name in self._saved.touched if name and not str(name).startswith("input ")):
+        names = [name for name in self._saved.touched if isinstance(name, str) and name]
+        if wrong := sorted(name for name in names if not name.startswith("input ")):
             raise ValueError(
                 f"measure(wrap): {', '.join(map(str, wrong))} is read outside the forward pass of its unit, where it "
                 f"may not have been gathered. Use it in a module of its own that shares it, or match a module "
@@ -140,6 +146,8 @@ class Run:
                     forward_temporaries=cost.forward_temporaries,
                     backward_temporaries=cost.backward_temporaries,
                     checkpointed=self._checkpoint == "full" and call.unit.matched,
+                    wrapped=call.unit.matched,
+                    frees=self._freed_by(index),
                 )
             )
         return shapes
@@ -160,6 +168,8 @@ class Run:
         if key not in self._seen:  # of calls that are alike one is run
             cost, fed, output, record = self._measured(unit, forward, args, kwargs, there)
             self._seen[key] = cost, fed, map_tensors(_anew, output), record.touched
+        for tensor in taken:
+            self._read(tensor)
         call.cost, fed, output, touched = self._seen[key]
         distinct = {f"x{index}": tensor for index, tensor in enumerate({id(each): each for each in taken}.values())}
         self._take(touched, distinct, everything=self._checkpoint != "none" and unit.matched)
@@ -167,9 +177,12 @@ class Run:
         call.kept_before = self._saved.count
         fresh = map_tensors(_anew, output)
         call.outputs = tensors(fresh)
-        for tensor in call.outputs:
+        for number, tensor in enumerate(call.outputs):
             self._producers[id(tensor)] = len(self.calls)
-            self._saved.know("", tensor)
+            self._saved.know((len(self.calls), number), tensor)
+            self._outputs.setdefault(tensor.untyped_storage()._cdata, (len(self.calls), number))
+            if f"y{number}" in touched:
+                self._saved.keep(tensor)
         self.calls.append(call)
         self._around = call.around
         if self._writable:  # what the containers write to in place is no leaf: it stands for the output
@@ -200,6 +213,7 @@ class Run:
             with record.recording():
                 output = forward(*args, **kwargs)
             outputs = {f"y{index}": tensor for index, tensor in enumerate(tensors(output))}
+            record.touched |= {name for name, tensor in outputs.items() if record.keeps(tensor)}
             signature = (
                 selective,
                 tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (*there.values(), *own)),
@@ -217,6 +231,16 @@ class Run:
         for name, tensor in given.items():
             if everything or name in touched:
                 self._saved.keep(tensor)
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        """Note who was the last to read an output: the call that comes next, if a container reads it."""
+        if (output := self._outputs.get(tensor.untyped_storage()._cdata)) is not None:
+            self._last_read[output] = len(self.calls)
+
+    def _freed_by(self, index: int) -> tuple[tuple[int, int], ...]:
+        """The outputs that nothing keeps, and that this call, or the loss, was the last to read."""
+        kept = self._saved.touched
+        return tuple(sorted(output for output, last in self._last_read.items() if last == index and output not in kept))
 
     def _left_containers(self, taken: Sequence[torch.Tensor]) -> None:
         """The containers' own FLOPs since the last call: what they did, and the backward of what they pass on."""

@@ -101,6 +101,8 @@ class Flops(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.read: Callable[[torch.Tensor], object] | None = None
+        """Told of each tensor that an operation reads."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -109,6 +111,9 @@ class Flops(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.read is not None:
+            for tensor in tensors((args, kwargs)):
+                self.read(tensor)
         out = func(*args, **kwargs)
         if (rule := _RULES.get(func._overloadpacket)) is not None:
             self.total += rule(*args, **kwargs, out_val=out)

@@ -73,6 +73,10 @@ class SavedTensors:
         """Treat a tensor as one that was saved."""
         self._pack(tensor.detach())
 
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether the run has saved it, or a view of it, and nothing else keeps it."""
+        return tensor.untyped_storage()._cdata in self._kept
+
     @property
     def count(self) -> int:
         """How many storages are to be kept so far."""

@@ -74,7 +74,9 @@ class UnitShapes(msgspec.Struct, frozen=True, kw_only=True):
     one before. A number stands for a unit and all of its ``grads``; where a unit hands on several things, a
     ``Feed`` says of which. ``saved`` is kept from forward to backward besides inputs, outputs and parameters;
     ``recomputed`` only comes back in the backward, for ``recompute_flops``. Temporaries are bytes beyond all
-    that, at the peak. ``checkpointed`` units keep their input alone and run forward again.
+    that, at the peak. ``checkpointed`` units keep their input alone and run forward again. ``wrapped``: the wrap
+    rule chose it; what is left of a model is not. ``frees`` are outputs, as (unit, which of its outputs), that
+    nothing keeps for the backward and that this unit is the last to read.
     """
 
     name: str
@@ -90,6 +92,8 @@ class UnitShapes(msgspec.Struct, frozen=True, kw_only=True):
     forward_temporaries: int = 0
     backward_temporaries: int = 0
     checkpointed: bool = False
+    wrapped: bool = True
+    frees: tuple[tuple[int, int], ...] = ()
 
     @property
     def activation_bytes(self) -> int:

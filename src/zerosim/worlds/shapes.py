@@ -21,13 +21,27 @@ __all__ = ["Feed", "GroupShapes", "ModelShapes", "ShapeModel", "ShapeUnit", "Ten
 
 
 class _Outputs(DryArray):
-    """What a unit hands on, to the schedule the first of its arrays."""
+    """What a unit hands on, to the schedule its ``arrays``; ``alive`` are those of all units so far, by unit."""
 
-    __slots__ = ("arrays",)
+    __slots__ = ("alive", "arrays")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         super().__init__((1, 0), np.float32)
-        self.arrays = tuple(arrays)
+        self.arrays = list(arrays)
+        self.alive: dict[int, tuple[_Outputs, tuple[Array, ...]]] = {}
+
+    def follow(self, index: int, before: Any) -> None:
+        """Be unit ``index``'s, after what the unit before it handed on."""
+        self.alive = before.alive if isinstance(before, _Outputs) else {}
+        self.alive[index] = self, tuple(self.arrays)
+
+    def free(self, which: Sequence[tuple[int, int]], work: Workspace) -> None:
+        """Free these outputs, each a unit's number and which of its; those that have gone before are left alone."""
+        for unit, number in which:
+            owner, arrays = self.alive[unit]
+            if any(array is arrays[number] for array in owner.arrays):
+                owner.arrays = [array for array in owner.arrays if array is not arrays[number]]
+                work.free(arrays[number])
 
 
 class _Pending(DryArray):
@@ -72,11 +86,12 @@ class ShapeUnit:
     """
 
     def __init__(
-        self, index: int, model: ModelShapes, groups: Sequence[Group], *, temporaries: bool, takes: _Batch | None
-    ) -> None:
+        self, index: int, model: ModelShapes, groups: Sequence[Group], *, temporaries: bool, takes: _Batch | None,
+        frees: bool = False,
+    ) -> None:  # fmt: skip
         self.shapes = model.units[index]
         self.name, self.groups = self.shapes.name, tuple(groups)
-        self._index, self._temporaries, self._takes = index, temporaries, takes
+        self._index, self._temporaries, self._takes, self._frees = index, temporaries, takes, frees
         self._sent = _sent(self.shapes, model)
 
     def forward(self, x: Any, given: Pass) -> tuple[Any, Any]:
@@ -86,8 +101,11 @@ class ShapeUnit:
         more = () if self._takes is None else self._takes.beside
         held = [_hold(each, work) for each in (*more, *own.saved)]
         outputs = _Outputs([_hold(each, work) for each in own.outputs])
+        outputs.follow(self._index, x)
         self._scratch(own.forward_temporaries, work)
         work.flops(own.forward_flops)
+        if self._frees:
+            outputs.free(own.frees, work)
         return outputs, (held, outputs)
 
     def backward(self, saved: Any, dy: Any, given: Pass) -> Any:
@@ -148,11 +166,12 @@ class ShapeModel:
     """The model that ``shapes`` describes, for a ``Scheme`` in the dry world (``ring=DryRing(N)``).
 
     ``temporaries`` says whether a unit's scratch memory is held at its peak, which
-    an eager framework needs and the simulator, whose temporaries are registers, does not.
+    an eager framework needs and the simulator, whose temporaries are registers, does not. ``frees``: an output goes
+    as soon as nothing needs it any more, as in an eager framework; here a unit's own backward frees it.
     """
 
-    def __init__(self, shapes: ModelShapes, *, temporaries: bool = False) -> None:
-        self.shapes, self._temporaries = shapes, temporaries
+    def __init__(self, shapes: ModelShapes, *, temporaries: bool = False, frees: bool = False) -> None:
+        self.shapes, self._temporaries, self._frees = shapes, temporaries, frees
         _check(shapes)
         groups = [each.group() for each in shapes.groups]
         self._x, self._target = _Batch(shapes.inputs), _Batch([shapes.target, *shapes.more_targets])
@@ -160,7 +179,7 @@ class ShapeModel:
         for index, unit in enumerate(shapes.units):
             own = [groups[number] for number in unit.groups]
             takes = self._x if index == 0 else None
-            layer = ShapeUnit(index, shapes, own, temporaries=temporaries, takes=takes)
+            layer = ShapeUnit(index, shapes, own, temporaries=temporaries, takes=takes, frees=frees)
             self.layers.append(Checkpointed(layer) if unit.checkpointed else layer)
 
     @property
@@ -202,6 +221,8 @@ class ShapeModel:
         held = [_hold(each, work) for each in own.saved]
         if self._temporaries and own.forward_temporaries:
             work.free(work.hold(own.forward_temporaries, dtype=np.dtype(np.uint8)))
+        if self._frees:
+            y.free(own.frees, work)
         pending = _Pending()
         pending.put(_sent(own, self.shapes), work)
         if self._temporaries and own.backward_temporaries:

@@ -1,0 +1,235 @@
+"""What FSDP2 (``torch.distributed.fsdp.fully_shard``, torch 2.13) holds during a step, and for how long.
+
+Owns these lifetimes: the root's, of what a gather and a reduction are copied through, of sharded gradients, and
+of what the optimizer computes with. What is gathered, computed and reduced, and in which order, is the schedule's,
+and is counted where that does it. Read beside torch's ``_fsdp_param_group.py`` and ``_fsdp_collectives.py``:
+``unshard``, ``wait_for_unshard``, ``reshard``, ``post_backward`` and ``foreach_reduce`` are named here as there.
+
+A unit is what was wrapped, a block. Whatever is left of the model is the root: one unit, gathered before the first
+block and kept to the end of the backward, reduced last and all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from zerosim.bands import Array, Band, DType
+from zerosim.buckets import Bucket
+from zerosim.comm import Comm, Ring
+from zerosim.gradients import Gradients
+from zerosim.kernels.operations import Kernels
+from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
+from zerosim.ledger import Ledger
+from zerosim.parameters import Parameters
+from zerosim.planner.recipes import PlannedOptions
+from zerosim.schemes import Scheme
+from zerosim.updates import Update
+
+
+def wrapped(layer: Layer) -> bool:
+    """Whether a layer is a unit of its own, and no part of the root."""
+    own = layer.layer if isinstance(layer, Checkpointed) else layer
+    shapes = getattr(own, "shapes", None)
+    return shapes is None or bool(shapes.wrapped)
+
+
+class _Registers:
+    """Blocks that no allocator holds: what is in flight lies in buffers of the communication library's own."""
+
+    def __init__(self, ring: Ring, dtype: DType, kernels: Kernels) -> None:
+        self._ring, self._dtype, self.kernels, self.unit = ring, dtype, kernels, ""
+
+    def hold(self, *shape: int) -> Array:
+        return self._ring.empty((len(self._ring.ids), *shape), self._dtype)
+
+    def free(self, array: Array) -> None:
+        pass
+
+
+class Library(Comm):
+    """Collectives whose blocks in flight are not the allocator's, as NCCL's are not."""
+
+    def __init__(self, ring: Ring, wire: DType, blocks: Any, ledger: Ledger) -> None:
+        super().__init__(ring, wire, _Registers(ring, wire, blocks.kernels), ledger)  # type: ignore[arg-type]
+
+
+class Unsharding(Parameters):
+    """Parameters that are gathered into one buffer and copied out of it, parameter by parameter."""
+
+    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
+        self._root = list(dict.fromkeys(group for layer in layers if not wrapped(layer) for group in layer.groups))
+        self._casts = options.recipe.params != options.recipe.working
+        self._layers = layers
+        super().__init__(row, buckets, layers, comms, ranks, options)
+
+    def forget(self) -> None:
+        super().forget()
+        self._gathering: dict[Layer | None, list[Array]] = {}  # what is gathered and not yet copied out, by unit
+        self._copied: list[Array] = []  # the last that was copied out of in forward: the next copy frees it
+
+    @contextmanager
+    def for_pass(self, layers: Sequence[Layer], *, backward: bool) -> Iterator[None]:
+        self._backward = backward
+        if not self._row.params:
+            yield
+            return
+        self._free_copied()
+        if not backward:
+            self._unshard(None)
+            self._wait_for_unshard(None)
+        elif (last := self._next_unit(layers[::-1], 0)) is not None:
+            self._unshard(last)
+        yield
+        if backward:
+            self._release(list(self._full), list(self._second))
+
+    @contextmanager
+    def of(self, layers: Sequence[Layer], index: int) -> Iterator[Flat]:
+        layer = layers[index]
+        if self._row.params and wrapped(layer):
+            self._unshard(layer)
+            self._wait_for_unshard(layer)
+            if self._backward and (coming := self._next_unit(layers, index + 1)) is not None:
+                self._unshard(coming)
+        flats = [self._flat(group) for group in layer.groups]
+        yield flats[0] if len(flats) == 1 else flats
+        if not self._row.params:
+            return
+        own = self._groups(layer) if wrapped(layer) else []
+        done = [group for group in own if self._backward and self._first[group] is layer]
+        self._release(own if self._row.reshard_after_forward else done, done)
+        if self._backward and layer is layers[-1]:
+            self._release(self._root, ())
+
+    def _groups(self, unit: Layer | None) -> list[Group]:
+        """What is gathered for a unit; for None, the root's."""
+        groups = self._root if unit is None else [group for group in unit.groups if group not in self._root]
+        return [group for group in groups if group.role is not Role.BUFFER]
+
+    def _next_unit(self, layers: Sequence[Layer], index: int) -> Layer | None:
+        return next((layer for layer in layers[index:] if wrapped(layer)), None)
+
+    def _unshard(self, unit: Layer | None) -> None:
+        """Gather into one buffer; what is sent is cast in another, which lasts no longer than the copy into it."""
+        groups = [group for group in self._groups(unit) if group not in self._full]
+        if not groups or unit in self._gathering:
+            return
+        cast, self._gathering[unit] = [], []
+        for group in groups:
+            bucket = self._buckets[group]
+            ring = (self._inner if group in self._second or self._row.params != "all" else self._all).ring
+            if self._casts and group.dtype is None:
+                cast.append(self._buffer(bucket, bucket.padded // ring.size))
+            if ring.size > 1:
+                self._gathering[unit].append(self._buffer(bucket, bucket.padded))
+        for array in cast:
+            self._ranks.free(array)
+
+    def _wait_for_unshard(self, unit: Layer | None) -> None:
+        """Copy what was gathered to the parameters. In forward the buffer stays until the next is copied out of."""
+        if (gathered := self._gathering.pop(unit, None)) is None:
+            return
+        if not self._backward:
+            self._free_copied()
+        for group in self._groups(unit):
+            if group not in self._full:
+                self._fetch_group(group)
+        if self._backward:
+            for array in gathered:
+                self._ranks.free(array)
+        else:
+            self._copied = gathered
+
+    def _free_copied(self) -> None:
+        for array in self._copied:
+            self._ranks.free(array)
+        self._copied = []
+
+    def _buffer(self, bucket: Bucket, elements: int) -> Array:
+        dtype = bucket.group.dtype or self._ranks.dtypes[Band.GATHERED]
+        return self._ranks.hold(Band.BLOCKS, (elements,), bucket.name, dtype)
+
+
+class Reducing(Gradients):
+    """Gradients that are copied to a buffer in the dtype that they are reduced in; it stays until the next unit's."""
+
+    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
+        super().__init__(row, buckets, layers, comms, ranks, options)
+        self._root = {group for layer in layers if not wrapped(layer) for group in layer.groups}
+        self._end = layers[0]  # where the backward ends
+        self._wire = self._all.wire
+
+    def begin(self) -> None:
+        super().begin()
+        self._reducing: list[Array] = []  # the buffers of the last reduction
+
+    def written(self, layer: Layer, *, last: bool) -> list[Bucket]:
+        self._sum(layer)
+        if not (self._each or last):
+            return []
+        complete = [group for group in layer.groups if group in self._local and self._completes[group] is layer]
+        reduced = self._reduce_together([group for group in complete if group not in self._root], last=last)
+        if layer is self._end:
+            reduced += self._reduce_together([group for group in self._local if group in self._root], last=last)
+            self._free_reducing()
+        return reduced
+
+    def _sum(self, layer: Layer) -> None:
+        """Of tied parameters autograd adds the two gradients to a third."""
+        for group in layer.groups:
+            if (again := self._again.pop(group, None)) is not None:
+                bucket = self._buckets[group]
+                total = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
+                self._ranks.free(again)
+                self._ranks.free(self._local[group])
+                self._local[group] = total
+
+    def _reduce_together(self, groups: Sequence[Group], *, last: bool) -> list[Bucket]:
+        """``foreach_reduce``: all of a unit's gradients are copied before the first of them is freed."""
+        buckets = [self._buckets[group] for group in groups]
+        if buckets:
+            self._free_reducing()
+        inputs = [self._ranks.hold(Band.BLOCKS, (each.padded,), each.name, self._wire) for each in buckets]
+        for bucket in buckets:
+            self._ranks.free(self._local.pop(bucket.group))
+        for bucket, given in zip(buckets, inputs, strict=True):
+            self._reduce(bucket, given, last=last)
+        return buckets
+
+    def _spent(self, full: Array) -> None:
+        self._reducing.append(full)
+
+    def _free_reducing(self) -> None:
+        for array in self._reducing:
+            self._ranks.free(array)
+        self._reducing = []
+
+
+class Stepping(Update):
+    """An optimizer that works on all parameters at once (``foreach``), and gradients that go with ``zero_grad``."""
+
+    def apply(self, factor: Any, *, rate: float, buckets: Sequence[Bucket] | None = None, used: Any = None) -> None:
+        if buckets is not None:
+            super().apply(factor, rate=rate, buckets=buckets, used=used)
+            return
+        roots, options = [], self._options
+        assert isinstance(options, PlannedOptions), "these rules are a plan's"
+        if options.foreach:
+            for bucket in self._buckets:
+                if (moment := bucket.states.get(Band.EXP_AVG_SQ)) is not None:
+                    held = self._ranks.hold(Band.ACTIVATIONS, moment.shape[1:], bucket.name, moment.dtype)
+                    roots.append(held)
+        super().apply(factor, rate=rate, used=used)
+        for array in roots:
+            self._ranks.free(array)
+        if options.set_to_none:
+            for bucket in self._buckets:
+                self._gradients.drop(bucket)
+
+
+class FSDP2(Scheme):
+    """A training step as FSDP2 runs it."""
+
+    made_of = Reducing, Unsharding, Stepping
