@@ -56,9 +56,7 @@ class Planned:
     @property
     def fits(self) -> bool | None:
         """Whether any row fits on every number of GPUs that was asked for."""
-        if self.record.question.memory is None:
-            return None
-        return all(self.record.first_fit(ranks) is not None for ranks in self.record.question.asked)
+        return self.record.fits
 
     @property
     def best(self) -> Cell | None:
@@ -72,7 +70,7 @@ class Planned:
         from zerosim.report import plan_console
 
         console = Console(file=io.StringIO(), highlight=False, width=plan_console.WIDTH)
-        plan_console.show(self.record, console, verbose=True, estimates=self.record.question.convention != "zero")
+        plan_console.show(self.record, console, verbose=True, estimates=True)
         assert isinstance(console.file, io.StringIO)
         lines = (line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
         return Shown(in_python("\n".join(lines)))
@@ -123,12 +121,13 @@ def plan(
     gpus: Gpus,
     card: str | None = None,
     memory: int | str | None = None,
+    reserve: int | str | None = None,
     seq: int | None = None,
     micro_batch: int = 1,
     checkpoint: Literal["none", "full", "selective"] = "none",
     accumulate: int = 1,
     rows: Sequence[Stage] | None = None,
-    convention: Literal["zero", "deepspeed", "fsdp2", "megatron"] = "zero",
+    convention: Literal["fsdp2", "deepspeed", "megatron", "zero"] = "fsdp2",
     precision: str | None = None,
     wire: str | None = None,
     wire_params: str | None = None,
@@ -138,6 +137,9 @@ def plan(
     global_batch: int | None = None,
     optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam",
     optimizer_in_backward: bool = False,
+    fused: bool = False,
+    set_to_none: bool = True,
+    bucket_view: bool = False,
     kv: Literal["grouped", "expanded"] = "grouped",
     lora: int | None = None,
     targets: Sequence[str] = ("all-linear",),
@@ -162,7 +164,9 @@ def plan(
     * ``model``: a Hugging Face ``config.json``, its folder or its contents as a dict (needs the extra ``plan``);
       a ``torch.nn.Module``, on any device; an ``MLP`` or the widths of one; or ``"package.module:factory"``.
     * ``gpus``: a number, several, or a range as in ``"2-64"``; ``sweep`` adds the powers of two around a number.
-    * ``card``: a preset, as in ``"H100"``; ``memory``: bytes of a card, or with a unit, as in ``"80GB"``.
+    * ``card``: a preset, as in ``"H100"``; ``memory``: bytes of a card, or with a unit, as in ``"80GB"``;
+      ``reserve``: of these, for what no ledger sees (context, libraries' workspaces, fragmentation), a size or a part
+      as in ``"5%"``, by default a tenth.
     * ``seq``: tokens in a row; ``micro_batch``: rows per rank at a time, ``accumulate`` of them a step, or as many
       as make up a ``global_batch`` of rows on all ranks.
     * ``checkpoint``: activation checkpointing; ``rows``: the schemes, by default all that the ``convention`` has.
@@ -175,6 +179,8 @@ def plan(
       ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input;
       ``frozen_dtype``: what is frozen is kept in 16 bits, or its matrices in 4 (``"nf4"``, ``"nf4-double"``).
     * ``optimizer_in_backward``: each unit is updated as soon as its gradients are there, which are then freed.
+    * ``fused``: AdamW in one kernel, which needs no memory of its own; ``set_to_none``: gradients go after each step;
+      ``bucket_view``: DDP's gradients are views of its buckets. Of the convention ``fsdp2``.
     * For a module: ``inputs(rows, seq)`` gives what it is called with (by default token numbers [rows, seq]),
       ``target(rows, seq)`` an example of the target, ``wrap`` its blocks; ``loss`` may be a function of output and
       target.
@@ -204,6 +210,8 @@ def plan(
                 rows=list(rows) if rows is not None else list(rules.rows(precision)),
                 convention=convention,
                 memory=nbytes,
+                reserve=question.reserve(reserve, nbytes),
+                others=() if rows is not None else rules.others,
                 card=None if preset is None else preset.name,
                 binary=binary,
                 precision=precision,
@@ -219,6 +227,9 @@ def plan(
                 global_batch=global_batch,
                 optimizer=optimizer,
                 optimizer_in_backward=optimizer_in_backward,
+                fused=fused,
+                set_to_none=set_to_none,
+                bucket_view=bucket_view,
                 loss="fp32" if callable(loss) else loss,
                 kv=kv,
                 finetuning=Finetuning(

@@ -1,6 +1,7 @@
 """``zerosim plan``: parse, call, print.
 
-Exit codes: 0 the plan was made; 2 what was asked for cannot be planned; 130 interrupted. Heavy
+Exit codes: 0 the plan was made; 1 with --check, it does not fit, or only without the reserve;
+2 what was asked for cannot be planned; 130 interrupted. Heavy
 imports wait until it runs.
 """
 
@@ -62,15 +63,20 @@ class Rate(click.ParamType[int]):
     "--memory", default=None, metavar="SIZE",
     help="Memory of one card, with its unit: 80GB is 80e9 bytes, 80GiB 80 × 2^30.",
 )  # fmt: skip
+@click.option(
+    "--reserve", default=None, metavar="SIZE",
+    help="Of a card, for what no ledger sees: context, libraries, fragmentation; 8GiB, or 5%.  [default: 10%]",
+)  # fmt: skip
+@click.option("--check", is_flag=True, help="End with 1 unless it fits on every number of GPUs asked for.")
 @click.option("--card", default=None, metavar="NAME", help="A common card: its memory and speeds, as in H100.")
 @click.option(
     "--scheme", "--stage", "schemes", multiple=True, metavar="NAME",
-    help="ddp, zero1, zero2 or zero3 (or 0 to 3); several with commas.  [default: all that the convention has]",
+    help="ddp, zero1, zero2 or zero3 (or 0 to 3), hsdp, zero3-kept, hpz, ...; several with commas.  [default: those "
+    "of the convention]",
 )  # fmt: skip
 @click.option(
-    "--convention", default=None, metavar="NAME",
-    help="Whose bands and rules: zero (the paper), deepspeed, fsdp2 or megatron. Shows other estimators beside.  "
-    "[default: zero]",
+    "--convention", default="fsdp2", show_default=True, metavar="NAME",
+    help="Whose rules: fsdp2 (and DDP), deepspeed, megatron, or zero, the paper's and this package's own ring.",
 )  # fmt: skip
 @click.option(
     "--precision",
@@ -118,6 +124,13 @@ class Rate(click.ParamType[int]):
     "--optimizer-in-backward", is_flag=True,
     help="Update each unit as soon as its gradients are there, and free them.",
 )  # fmt: skip
+@click.option("--fused", is_flag=True, help="AdamW(fused=True): the optimizer needs no memory of its own.")
+@click.option(
+    "--set-to-none/--no-set-to-none", default=True, show_default=True, help="Whether gradients go after each step."
+)
+@click.option(
+    "--gradient-as-bucket-view", "bucket_view", is_flag=True, help="DDP's gradients are views of its buckets."
+)
 @click.option(
     "--global-batch", type=click.IntRange(min=1), default=None,
     help="Rows of a step on all GPUs; how many micro-batches it takes follows.",
@@ -166,7 +179,10 @@ class Rate(click.ParamType[int]):
 @click.option(
     "--node-latency", type=click.FloatRange(0, min_open=True), default=None, help="Of a hop between nodes, in µs."
 )
-@click.option("--node-size", type=click.IntRange(min=1), default=None, help="Cards in a node.")
+@click.option(
+    "--node", "--node-size", "node_size", type=click.IntRange(min=1), default=None,
+    help="Cards in a node, which is the group of hsdp and hpz.  [default: the card's]",
+)  # fmt: skip
 @click.option(
     "--largest-model", type=click.Choice(FAMILIES), default=None,
     help="Also find the largest model of this family that fits under each scheme on N such cards.",
@@ -179,10 +195,12 @@ class Rate(click.ParamType[int]):
     "--chart", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
     help="Draw the peaks by band to FILE: .png, .svg or .html.",
 )  # fmt: skip
+@click.option("--estimators", is_flag=True, help="Also what well-known formulas say, and the convention's rules.")
 @click.option("-v", "--verbose", is_flag=True, help="Also the bands, the collectives, the peak and the least time.")
 @click.pass_context
 def plan(
-    context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, **options: Any
+    context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, check: bool,
+    estimators: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Say what training MODEL takes on N GPUs, before they are rented.
 
@@ -197,8 +215,9 @@ def plan(
     """
     with errors_for_people():
         options = _with_job(context, options)
-        convention = options.pop("convention")
-        question = _question(model, convention or "zero", **options)
+        if check and options["memory"] is None and options["card"] is None:
+            raise ValueError("plan(check): whether it fits takes a card. Use --card H100, or --memory 80GB.")
+        question = _question(model, **options)
         targets = _targets(json_to, chart)
         found = _run(question)
         contents = {path: make(found) for path, make in targets.items()}
@@ -211,9 +230,11 @@ def plan(
         else:
             from zerosim.report import plan_console as console
 
-            console.show(found, verbose=verbose, estimates=convention is not None)
+            console.show(found, verbose=verbose, estimates=estimators)
             for path in targets:
                 click.echo(f"written to {path}")
+    if check and not found.fits:
+        context.exit(1)
 
 
 def _with_job(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +278,7 @@ def _question(
     model: str, convention: str, *, gpus: tuple[str, ...], schemes: tuple[str, ...], sweep: bool, memory: str | None,
     card: str | None, seq: int | None, bucket: str | None, efficiency: float | None, peak: float | None,
     bandwidth: int | None, node_bandwidth: int | None, latency: float | None, node_latency: float | None,
-    node_size: int | None, lora: str | None, other_parts: str, frozen_dtype: str | None,
+    node_size: int | None, reserve: str | None, lora: str | None, other_parts: str, frozen_dtype: str | None,
     bucket_elements: int | None, **options: Any,
 ) -> Question:  # fmt: skip
     """What was typed as a question. ValueError, with what would work, if it is none."""
@@ -280,6 +301,8 @@ def _question(
             rows=question.rows(schemes) or list(rules.rows(options["precision"])),
             convention=convention,
             memory=nbytes,
+            reserve=question.reserve(reserve, nbytes),
+            others=() if schemes else rules.others,
             card=None if preset is None else preset.name,
             binary=memory is not None and "i" in memory.lower(),
             sequence=seq,

@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from zerosim.records.plan import Question
+
+ASSUMED = "H100"  # where no card is named
 _GB = 10**9
 _TERA = 10**12
 
@@ -116,6 +119,11 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         )
     }
 )  # fmt: skip
+
+
+def node_size(question: Question) -> int:
+    """Cards in a node: as asked for, or as the card's preset has it."""
+    return question.network.node or card(question.card or ASSUMED).node
 
 
 def card(name: str) -> Card:

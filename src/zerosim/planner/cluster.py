@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from zerosim.bands import WIRES, DType
-from zerosim.planner.cards import Card, card
+from zerosim.planner.cards import ASSUMED, Card, card
 from zerosim.planner.runner import StepRun
 from zerosim.planner.step_time import bound, operations
 from zerosim.records.plan import Cluster, Question, Time
 
-ASSUMED = "H100"  # where no card is named
 EFFICIENCY = 0.5  # of the peak, where none is stated: what good training code reaches on dense models
 
 

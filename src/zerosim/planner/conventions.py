@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from zerosim.bands import PRECISIONS, WIRES, Band, DType
 from zerosim.comm import Comm
 from zerosim.options import Options, Padding
 from zerosim.planner import recipes
-from zerosim.planner.fsdp2 import FSDP2, Library
+from zerosim.planner.fsdp2 import DDP, FSDP2, Library
 from zerosim.planner.recipes import RECIPES
-from zerosim.schemes import SCHEMES, Scheme, Stage
+from zerosim.records.plan import Question
+from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO3
+from zerosim.stages import HPZ, HSDP, ZeRO3Kept
 from zerosim.util.arguments import one_of
 
 DEEPSPEED_BUCKET = 500_000_000  # elements: reduce_bucket_size unless told otherwise
@@ -39,21 +42,27 @@ class Rules:
     """What a system does for rows that shard alike.
 
     ``padding``, ``all_reduce`` and ``prefetch`` are options of the run; ``bucket`` is the elements of
-    a gradient bucket that is allocated before the first step, if there is one.
+    a gradient bucket that is allocated before the first step, if there is one, or as many as are trained.
+    ``precision`` and ``scheme`` take the place of the convention's own.
     """
 
     padding: Padding = "N"
     all_reduce: bool = False
     prefetch: int = 0
-    bucket: int | None = None
+    bucket: int | Literal["all trained"] | None = None
+    precision: str | None = None
+    scheme: type[Scheme] | None = None
 
 
 @dataclass(frozen=True)
 class Convention:
     """One system's way. ``why`` has a sentence for each rule in which it differs from another.
 
-    ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded;
-    ``left_out`` what the system does that is not counted. ValueError for a precision that there is not.
+    ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded; ``shown`` the
+    rows that a plan has unless told otherwise, and ``others`` those that are looked at where these do not do;
+    ``left_out`` what the system does that is not counted. A step is run by ``scheme`` with its ``collectives``;
+    ``set_to_none`` and ``foreach`` are as in ``recipes.PlannedOptions``, ``frees`` as in a ``Workload``. ValueError
+    for a precision that there is not.
 
     >>> from zerosim.schemes import ZeRO3
     >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
@@ -66,6 +75,8 @@ class Convention:
     rules: Mapping[Sharded, Rules]
     why: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    shown: tuple[Stage, ...] = SCHEMES
+    others: tuple[Stage, ...] = ()
     scheme: type[Scheme] = Scheme
     collectives: type[Comm] | None = None
     set_to_none: bool = False
@@ -78,15 +89,33 @@ class Convention:
             raise ValueError(f"Convention {self.name!r}: needs rules for at least one kind of row.")
 
     def rows(self, precision: str | None = None) -> tuple[Stage, ...]:
-        """The built-in rows that the system has, those left out that cannot use ``precision`` (its own by default)."""
+        """The rows that a plan has, those left out that cannot use ``precision`` (its own by default)."""
         everywhere = RECIPES[precision or self.precision].everywhere
-        return tuple(row for row in SCHEMES if sharded(row) in self.rules and (everywhere or row.params))
+        return tuple(row for row in self.shown if sharded(row) in self.rules and (everywhere or row.params))
+
+    def check(self, question: Question) -> None:
+        """Refuse, with ValueError, what the system has no choice of."""
+        views = any(rules.bucket == "all trained" for rules in self.rules.values())
+        for name, differs, has in (
+            ("fused", question.fused, self.foreach),
+            ("set_to_none", not question.set_to_none, self.set_to_none),
+            ("bucket_view", question.bucket_view, views),
+        ):
+            if differs and not has:
+                raise ValueError(
+                    f"plan({name}): {self.system} has no such choice, or it changes nothing that is counted. Leave it "
+                    f"out, or use --convention fsdp2."
+                )
+
+    def precision_of(self, row: Stage, precision: str | None = None) -> str:
+        """The recipe that ``row`` runs with: ``precision``, or the row's own, or else the convention's."""
+        return precision or self.of(row).precision or self.precision
 
     def of(self, row: Stage) -> Rules:
         """The rules for ``row``. ValueError, with the rows that there are, for one that the system has not."""
         found = self.rules.get(sharded(row))
         if found is None:
-            known = ", ".join(each.name for each in SCHEMES if sharded(each) in self.rules)
+            known = ", ".join(each.name for each in (*SCHEMES, *self.others) if sharded(each) in self.rules)
             raise ValueError(
                 f"plan(convention): {self.system} has no {row.name}; it has {known}. Choose one of these, or another "
                 f"convention."
@@ -99,7 +128,7 @@ class Convention:
         ValueError for a row that the system has not, or an unknown precision.
         """
         rules = self.of(row)
-        name = self.precision if precision is None else precision
+        name = self.precision_of(row, precision)
         one_of("plan", "precision", name, RECIPES)
         recipe = RECIPES[name]
         grads, working = wire_name(recipe.grads or recipe.working), wire_name(recipe.working)
@@ -108,12 +137,14 @@ class Convention:
             recipes.options(base, name, "adam"), wire=grads, wire_params=None if working == grads else working
         )
 
-    def beside(self, row: Stage, elements: int | None = None) -> dict[Band, int]:
+    def beside(self, row: Stage, elements: int | None = None, *, trained: int = 0) -> dict[Band, int]:
         """What a rank holds from the start beside the model states: elements by band, in the band's own dtype.
 
-        ``elements`` replaces the system's default size of a bucket.
+        ``elements`` replaces the system's default size of a bucket; ``trained`` is how many parameters are.
         """
         bucket = self.of(row).bucket
+        if bucket == "all trained":
+            return {Band.BUCKET: trained}
         return {} if bucket is None else {Band.BUCKET: bucket if elements is None else elements}
 
 
@@ -174,7 +205,12 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 "fsdp2",
                 "FSDP2 (fully_shard)",
                 "fsdp",
-                {PARAMS: Rules(padding="rows", prefetch=1)},
+                {
+                    NOTHING: Rules(precision="autocast", scheme=DDP, bucket="all trained"),
+                    PARAMS: Rules(padding="rows", prefetch=1),
+                },
+                shown=(ZeRO3,),
+                others=(DP, ZeRO3Kept, HSDP, HPZ),
                 scheme=FSDP2,
                 collectives=Library,
                 set_to_none=True,
@@ -186,14 +222,15 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "Parameters are cast to bf16 and then gathered; gradients come out of backward in bf16 and are "
                     "reduced in fp32 (MixedPrecisionPolicy with param_dtype bf16 and reduce_dtype fp32).",
                     "Each parameter is cut along its first axis and padded to a multiple of N rows.",
-                    "The next unit is gathered while one computes, so two are there at a time.",
-                ),
-                left_out=(
-                    "With reshard_after_forward=False parameters are gathered once and kept until backward; that is "
-                    "no stage here.",
-                    "The buffers that a gather is copied out of and a reduction is copied into are not counted: at "
-                    "its peak FSDP2 holds about four buffers of a unit's size, here there are three and the ring's "
-                    "blocks.",
+                    "A unit is gathered into one buffer and copied out of it; in forward that stays until the next "
+                    "unit's copy, in backward the next unit is gathered ahead. Gradients are copied to an fp32 buffer, "
+                    "which stays until the next unit's. Both are counted as ring blocks.",
+                    "What is left of a model beside its blocks is the root: gathered first, kept to the end of the "
+                    "backward, and reduced last, all at once.",
+                    "Sharded gradients are there from their reduction to zero_grad(set_to_none=True), so 12 bytes a "
+                    "parameter are held between steps; AdamW(foreach=True) computes with 4 more in the step.",
+                    "ZeRO-3, kept is reshard_after_forward=False, hpZ an integer, HSDP a mesh of two axes; data "
+                    "parallel is DistributedDataParallel under autocast, whose buckets are as large as the gradients.",
                 ),
             ),
             Convention(

@@ -1,4 +1,4 @@
-"""What FSDP2 (``torch.distributed.fsdp.fully_shard``, torch 2.13) holds during a step, and for how long.
+"""What FSDP2 (``torch.distributed.fsdp.fully_shard``, torch 2.13) holds during a step, and for how long; and DDP.
 
 Owns these lifetimes: the root's, of what a gather and a reduction are copied through, of sharded gradients, and
 of what the optimizer computes with. What is gathered, computed and reduced, and in which order, is the schedule's,
@@ -24,6 +24,7 @@ from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.ledger import Ledger
 from zerosim.parameters import Parameters
 from zerosim.planner.recipes import PlannedOptions
+from zerosim.ranks import Workspace
 from zerosim.schemes import Scheme
 from zerosim.updates import Update
 
@@ -35,14 +36,14 @@ def wrapped(layer: Layer) -> bool:
     return shapes is None or bool(shapes.wrapped)
 
 
-class _Registers:
+class _Registers(Workspace):
     """Blocks that no allocator holds: what is in flight lies in buffers of the communication library's own."""
 
     def __init__(self, ring: Ring, dtype: DType, kernels: Kernels) -> None:
-        self._ring, self._dtype, self.kernels, self.unit = ring, dtype, kernels, ""
+        self._ring, self._kind, self.kernels, self.unit = ring, dtype, kernels, ""
 
-    def hold(self, *shape: int) -> Array:
-        return self._ring.empty((len(self._ring.ids), *shape), self._dtype)
+    def hold(self, *shape: int, dtype: DType | None = None) -> Array:
+        return self._ring.empty((len(self._ring.ids), *shape), dtype or self._kind)
 
     def free(self, array: Array) -> None:
         pass
@@ -51,8 +52,8 @@ class _Registers:
 class Library(Comm):
     """Collectives whose blocks in flight are not the allocator's, as NCCL's are not."""
 
-    def __init__(self, ring: Ring, wire: DType, blocks: Any, ledger: Ledger) -> None:
-        super().__init__(ring, wire, _Registers(ring, wire, blocks.kernels), ledger)  # type: ignore[arg-type]
+    def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
+        super().__init__(ring, wire, _Registers(ring, wire, blocks.kernels), ledger)
 
 
 class Unsharding(Parameters):
@@ -84,6 +85,9 @@ class Unsharding(Parameters):
         yield
         if backward:
             self._release(list(self._full), list(self._second))
+        elif not self._row.reshard_after_forward:
+            # The loss is most in its backward, when this is gone; otherwise the gather for the last unit is there then.
+            self._free_copied()
 
     @contextmanager
     def of(self, layers: Sequence[Layer], index: int) -> Iterator[Flat]:
@@ -136,6 +140,8 @@ class Unsharding(Parameters):
         for group in self._groups(unit):
             if group not in self._full:
                 self._fetch_group(group)
+            if self._backward and group in self._second:
+                self._ranks.free(self._second.pop(group))
         if self._backward:
             for array in gathered:
                 self._ranks.free(array)
@@ -152,7 +158,38 @@ class Unsharding(Parameters):
         return self._ranks.hold(Band.BLOCKS, (elements,), bucket.name, dtype)
 
 
-class Reducing(Gradients):
+class Accumulating(Gradients):
+    """Gradients as autograd accumulates them: of tied parameters it adds two to a third."""
+
+    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
+        listed = [group for layer in layers for group in layer.groups]
+        self._tied = {group for group in listed if listed.count(group) > 1}
+        super().__init__(row, buckets, layers, comms, ranks, options)
+
+    def begin(self) -> None:
+        super().begin()
+        self._totals: dict[Group, Array] = {}
+
+    def _room(self, bucket: Bucket) -> Array:
+        room = super()._room(bucket)
+        if bucket.group in self._again and bucket.group in self._tied:
+            self._totals[bucket.group] = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
+        return room
+
+    def written(self, layer: Layer, *, last: bool) -> list[Bucket]:
+        self._added(layer)
+        return super().written(layer, last=last)
+
+    def _added(self, layer: Layer) -> None:
+        """The sum is there, and what was added goes: of three arrays one is left."""
+        for group in layer.groups:
+            if (again := self._again.pop(group, None)) is not None:
+                self._ranks.free(again)
+                if (total := self._totals.pop(group, None)) is not None:
+                    self._ranks.free(total)
+
+
+class Reducing(Accumulating):
     """Gradients that are copied to a buffer in the dtype that they are reduced in; it stays until the next unit's."""
 
     def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
@@ -166,7 +203,7 @@ class Reducing(Gradients):
         self._reducing: list[Array] = []  # the buffers of the last reduction
 
     def written(self, layer: Layer, *, last: bool) -> list[Bucket]:
-        self._sum(layer)
+        self._added(layer)
         if not (self._each or last):
             return []
         complete = [group for group in layer.groups if group in self._local and self._completes[group] is layer]
@@ -175,16 +212,6 @@ class Reducing(Gradients):
             reduced += self._reduce_together([group for group in self._local if group in self._root], last=last)
             self._free_reducing()
         return reduced
-
-    def _sum(self, layer: Layer) -> None:
-        """Of tied parameters autograd adds the two gradients to a third."""
-        for group in layer.groups:
-            if (again := self._again.pop(group, None)) is not None:
-                bucket = self._buckets[group]
-                total = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
-                self._ranks.free(again)
-                self._ranks.free(self._local[group])
-                self._local[group] = total
 
     def _reduce_together(self, groups: Sequence[Group], *, last: bool) -> list[Bucket]:
         """``foreach_reduce``: all of a unit's gradients are copied before the first of them is freed."""
@@ -233,3 +260,9 @@ class FSDP2(Scheme):
     """A training step as FSDP2 runs it."""
 
     made_of = Reducing, Unsharding, Stepping
+
+
+class DDP(Scheme):
+    """A training step as ``DistributedDataParallel`` runs it, or torch on one card; buckets are held beside it."""
+
+    made_of = Accumulating, Parameters, Stepping

@@ -99,7 +99,7 @@ def added(plan: Plan, advance: Callable[[str], None]) -> Plan:
     for ranks in question.asked:
         first = 1
         for row in question.rows:
-            largest = trial.largest(row, ranks, question.memory, max(first, 1))
+            largest = trial.largest(row, ranks, question.memory - question.reserve, max(first, 1))
             first = largest.size
             found.append(largest)
             advance(f"largest {family.name} under {row.name}, N = {ranks:,}")

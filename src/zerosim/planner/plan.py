@@ -20,10 +20,11 @@ from zerosim.layers import Role
 from zerosim.planner import cluster as hardware
 from zerosim.planner import frozen, search
 from zerosim.planner.batch_sizes import MOST_ROWS
-from zerosim.planner.cards import Card
+from zerosim.planner.cards import Card, node_size
 from zerosim.planner.estimators import Facts, estimates
 from zerosim.planner.model_source import ModelSource, too_large
 from zerosim.planner.question import beyond
+from zerosim.planner.recipes import RECIPES
 from zerosim.planner.runner import Runner
 from zerosim.records.plan import (
     SCHEMA,
@@ -50,7 +51,7 @@ Advance = Callable[[str], None]
 def work(question: Question) -> int:
     """How often ``make`` tells that it has advanced, the largest models left out."""
     searches = len(question.rows) * (1 + len(question.asked)) if question.memory else 0
-    return 1 + len(question.rows) * len(question.gpus) + searches
+    return 1 + len(question.rows) * len(question.gpus) + len(question.others) * len(question.asked) + searches
 
 
 def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
@@ -68,30 +69,38 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
         for row in question.rows:
             cells.append(_cell(runner, row, ranks, chosen, cluster))
             advance(f"{row.name}, N = {ranks:,}")
+    others = []
+    for ranks in question.asked:
+        for row in (row for row in question.others if _possible(runner, row, ranks)):
+            others.append(_cell(runner, row, ranks, chosen, cluster))
+            advance(f"{row.name}, N = {ranks:,}")
     smallest: list[SmallestRanks] = []
     largest: list[LargestBatch] = []
-    if question.memory is not None and not runner.prepare(question.rows[0]).states_alone:
+    usable = None if question.memory is None else question.memory - question.reserve
+    if usable is not None and not runner.prepare(question.rows[0]).states_alone:
         limit = min(MOST_RANKS, model.params)
         for row in question.rows:
             fit = [cell.ranks for cell in cells if cell.row == row and cell.fits]
-            smallest.append(_smallest(runner, row, question.memory, limit, fit))
+            smallest.append(_smallest(runner, row, usable, limit, fit))
             advance(f"smallest N under {row.name}")
         for ranks in question.asked:
             for row in question.rows:
-                largest.append(_largest(runner, row, ranks, question.memory))
+                largest.append(_largest(runner, row, ranks, usable))
                 advance(f"largest micro-batch under {row.name}")
     no_fit = None
-    if question.memory is not None and smallest and all(each.ranks is None for each in smallest):
-        no_fit = _no_fit(runner, min(MOST_RANKS, model.params), question.memory)
+    if usable is not None and smallest and all(each.ranks is None for each in smallest):
+        no_fit = _no_fit(runner, min(MOST_RANKS, model.params), usable)
     return Plan(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"zerosim": version("zerosim"), "python": platform.python_version()},
         question=question,
-        precision=runner.precision,
+        precision=runner.precision(question.rows[0]),
+        kept=runner.kept(question.rows[0]),
         model=model,
         cluster=cluster,
         cells=cells,
+        others=others,
         smallest=smallest,
         largest=largest,
         no_fit=no_fit,
@@ -101,6 +110,14 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
         why=list(runner.convention.why),
         left_out=list(runner.convention.left_out),
     )
+
+
+def _possible(runner: Runner, row: Stage, ranks: int) -> bool:
+    """Whether another row is one of its own on so many GPUs, and can be run with what was asked for."""
+    node = node_size(runner.question)
+    if (row.two_axes or row.reshard_after_forward == "group") and (ranks <= node or ranks % node):
+        return False
+    return bool(ranks > 1 and (row.params or RECIPES[runner.precision(row)].everywhere))
 
 
 def _sensible(question: Question, params: int) -> list[int]:
@@ -167,6 +184,7 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         traffic=ran.traffic,
         flops=ran.flops,
         room=room,
+        reserve=question.reserve if room is not None else 0,
         shortage=shortage,
         time=None
         if runner.prepare(row).states_alone

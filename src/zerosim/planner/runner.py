@@ -11,16 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerosim.bands import FP32, NOT_SAVED, Band, DType
+from zerosim.bands import FP32, MODEL_STATES, NOT_SAVED, Band, DType
 from zerosim.counts import EventKind, Report
 from zerosim.options import Options
 from zerosim.planner import recipes
+from zerosim.planner.cards import node_size
 from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.ranks import OutOfMemory
 from zerosim.records.files import CHUNK
 from zerosim.records.plan import Peak, Question, Saved, Shortage, Traffic
-from zerosim.schemes import DP, Scheme, Stage
+from zerosim.schemes import Scheme, Stage
 from zerosim.worlds.dry import DryRing
 
 UNITS_NAMED = 5  # of a peak
@@ -46,14 +47,20 @@ class Runner:
     def __init__(self, source: ModelSource, question: Question) -> None:
         self.source, self.question = source, question
         self.convention: Convention = convention(question.convention)
+        self.convention.check(question)
         self._prepared: dict[tuple[Workload, int], Prepared] = {}
         self._runs: dict[tuple[Stage, int, int], StepRun] = {}
         self._states: dict[tuple[Stage, int], int] = {}
 
-    @property
-    def precision(self) -> str:
-        """The recipe's name: what was asked for, or the convention's own."""
-        return self.question.precision or self.convention.precision
+    def precision(self, row: Stage) -> str:
+        """The name of the recipe that a row runs with: what was asked for, or the convention's."""
+        return self.convention.precision_of(row, self.question.precision)
+
+    def kept(self, row: Stage) -> int:
+        """Bytes of a trained parameter between steps by the recipe."""
+        options = self.options(row)
+        dtypes = options.recipe.dtypes(FP32)
+        return sum(dtypes[band].itemsize for band in options.states if band in MODEL_STATES)
 
     def options(self, row: Stage, ranks: int = 1, micro_batch: int | None = None) -> Options:
         """What ``row`` runs with: the convention's options, and over them what was asked for."""
@@ -65,24 +72,32 @@ class Runner:
         }
         if question.wire is not None:  # one dtype was asked for, for all that is sent
             asked.setdefault("wire_params", None)
-        if question.bucket is not None and not self._beside(row):
+        if question.bucket is not None and self.convention.of(row).bucket is None:
             asked["bucket"] = question.bucket
         base = self.convention.options(row, question.precision)
         chosen = recipes.options(
-            base, self.precision, question.optimizer,
-            in_backward=question.optimizer_in_backward, set_to_none=self.convention.set_to_none,
-            foreach=self.convention.foreach,
+            base, self.precision(row), question.optimizer,
+            in_backward=question.optimizer_in_backward, foreach=self.convention.foreach and not question.fused,
+            set_to_none=self.convention.set_to_none and question.set_to_none and not self._in_buckets(row, ranks),
         )  # fmt: skip
+        node = min(node_size(question), ranks)
+        if row.two_axes or row.reshard_after_forward == "group" or ranks % node == 0:
+            asked["node"] = node
         return replace(chosen, **asked, accumulate=question.micro_batches(ranks, micro_batch))
 
-    def _beside(self, row: Stage) -> dict[Band, int]:
+    def _beside(self, row: Stage, scheme: Scheme) -> dict[Band, int]:
         """What the convention holds beside the states, elements by band; there a bucket's size is its own."""
         bucket = self.question.bucket
-        return self.convention.beside(row, bucket if isinstance(bucket, int) else None)
+        trained = sum(each.size for each in scheme.buckets if each.trainable)
+        return self.convention.beside(row, bucket if isinstance(bucket, int) else None, trained=trained)
+
+    def _in_buckets(self, row: Stage, ranks: int) -> bool:
+        """Whether gradients are views of the buckets, and stay as these do."""
+        return ranks > 1 and self.question.bucket_view and self.convention.of(row).bucket == "all trained"
 
     def working(self, row: Stage) -> DType:
         """The dtype that forward and backward read parameters in."""
-        return recipes.computed_in(self.precision)
+        return recipes.computed_in(self.precision(row))
 
     def prepare(self, row: Stage, micro_batch: int | None = None, ranks: int = 1) -> Prepared:
         """The model and a batch of the question's micro-batches, or of micro-batches of another size."""
@@ -90,7 +105,7 @@ class Runner:
         question = self.question
         workload = Workload(
             rows, question.sequence, question.checkpoint, self.working(row), tried=rows != question.micro_batch,
-            loss=question.loss, kv=question.kv, copies=self.precision == "autocast", frees=self.convention.frees,
+            loss=question.loss, kv=question.kv, copies=self.precision(row) == "autocast", frees=self.convention.frees,
         )  # fmt: skip
         times = question.micro_batches(ranks, micro_batch)
         key = workload, times
@@ -102,12 +117,10 @@ class Runner:
         """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
         prepared = self.prepare(row, micro_batch, ranks)
         options = replace(self.options(row, ranks, micro_batch), capacity=capacity, **prepared.options)
-        made = self.convention.scheme(
-            row, prepared.model, ranks, options, ring=DryRing(ranks), collectives=self.convention.collectives
-        )
-        scheme: Scheme = made
-        if scheme.shard is not DP:  # with one rank nothing is reduced, and no bucket is there
-            for band, elements in self._beside(row).items():
+        made = self.convention.of(row).scheme or self.convention.scheme
+        scheme = made(row, prepared.model, ranks, options, ring=DryRing(ranks), collectives=self.convention.collectives)
+        if ranks > 1 and not self._in_buckets(row, ranks):  # with one nothing is reduced, and no bucket is there
+            for band, elements in self._beside(row, scheme).items():
                 scheme.ranks.hold(band, (elements,), "bucket")
         moments = scheme.ledger.held.get(Band.EXP_AVG, 0)  # of one byte each, where there are scales
         if elements := recipes.scales(self.question.optimizer, moments):

@@ -14,7 +14,7 @@ import msgspec
 from zerosim.records.files import Record, encoded, read, write_whole
 from zerosim.stages import Stage
 
-SCHEMA = "zerosim.plan/3"
+SCHEMA = "zerosim.plan/4"
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -53,11 +53,15 @@ class Question(Record):
 
     ``rows`` are the schemes, in the order in which they are shown; ``asked`` the numbers of GPUs that
     were named, ``gpus`` those that are tabulated. ``memory`` is the bytes of a card, ``card`` the
-    preset that it comes from. ``precision``, ``wire``, ``wire_params``, ``padding``, ``all_reduce`` and
+    preset that it comes from; of it ``reserve`` bytes are for what no ledger sees. ``others`` are rows that are looked
+    at beside these. ``precision``, ``wire``, ``wire_params``, ``padding``, ``all_reduce`` and
     ``prefetch`` are None where the convention decides. ``bucket`` in parameters. ``binary``: whether
     sizes are shown in GiB. ``global_batch`` is the rows of a step on all ranks, from which ``accumulate``
     follows. ``optimizer_in_backward``: each unit's update is made as soon as its gradients are there, which are
-    then freed. ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
+    then freed.
+    ``fused``: the optimizer is one kernel, which needs no memory of its own; ``set_to_none``: gradients go after each
+    step; ``bucket_view``: DDP's gradients are views of its buckets.
+    ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
     keeps nothing. ``kv``: whether keys and values are kept once for the heads that share them, or for each.
     """
 
@@ -66,7 +70,9 @@ class Question(Record):
     gpus: list[Positive]
     rows: list[Stage]
     convention: str = "zero"
+    others: tuple[Stage, ...] = ()
     memory: Positive | None = None
+    reserve: Natural = 0
     card: str | None = None
     binary: bool = False
     precision: str | None = None
@@ -84,6 +90,9 @@ class Question(Record):
     global_batch: Positive | None = None
     optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam"
     optimizer_in_backward: bool = False
+    fused: bool = False
+    set_to_none: bool = True
+    bucket_view: bool = False
     loss: Literal["fp32", "bf16", "chunked", "fused"] = "fp32"
     kv: Literal["grouped", "expanded"] = "grouped"
     finetuning: Finetuning = Finetuning()
@@ -198,7 +207,8 @@ class Saved(Record):
 
 
 class Cell(Record):
-    """A step of one row on N GPUs. ``room`` is what a card has left at the peak, negative if it's short."""
+    """A step of one row on N GPUs. ``room`` is what a card has left at the peak, negative if it's short, and
+    ``reserve`` what of that is for what no ledger sees."""
 
     row: Stage
     ranks: Positive
@@ -207,6 +217,7 @@ class Cell(Record):
     traffic: list[Traffic]
     flops: dict[str, int]
     room: int | None
+    reserve: Natural
     shortage: Shortage | None
     time: Time | None
     saved: Saved
@@ -228,8 +239,13 @@ class Cell(Record):
 
     @property
     def fits(self) -> bool | None:
-        """Whether a card holds it, or None where no card was named."""
-        return None if self.room is None else self.room >= 0
+        """Whether a card holds it and the reserve, or None where no card was named."""
+        return None if self.room is None else self.room >= self.reserve
+
+    @property
+    def tight(self) -> bool:
+        """Whether a card holds it, but not the reserve."""
+        return self.room is not None and 0 <= self.room < self.reserve
 
 
 class SmallestRanks(Record):
@@ -309,16 +325,22 @@ class LargestModels(Record):
 
 
 class Plan(Record):
-    """Everything that a plan says. ``why`` and ``left_out``: the convention's rules, and what of it is not counted."""
+    """Everything that a plan says.
+
+    ``kept``: bytes of a trained parameter between steps by the recipe, sharded or not. ``others`` are cells of the
+    rows beside those asked for. ``why`` and ``left_out``: the convention's rules, and what of it is not counted.
+    """
 
     schema: str
     created: str
     versions: dict[str, str]
     question: Question
     precision: str
+    kept: Natural
     model: ModelRecord
     cluster: Cluster | None
     cells: list[Cell]
+    others: list[Cell]
     smallest: list[SmallestRanks]
     largest: list[LargestBatch]
     no_fit: NoFit | None
@@ -331,6 +353,17 @@ class Plan(Record):
     def at(self, ranks: int) -> list[Cell]:
         """The cells of one N, in the order of their rows."""
         return [cell for cell in self.cells if cell.ranks == ranks]
+
+    def beside(self, ranks: int) -> list[Cell]:
+        """The cells of the other rows on N GPUs."""
+        return [cell for cell in self.others if cell.ranks == ranks]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a row fits on every number of GPUs that was asked for; None where no card was named."""
+        if self.question.memory is None:
+            return None
+        return all(self.first_fit(ranks) is not None for ranks in self.question.asked)
 
     def first_fit(self, ranks: int) -> Cell | None:
         """The first row, the one that shards least, that fits on N GPUs."""

@@ -17,6 +17,10 @@ from zerosim.util import sizes
 WIDTH = 80  # where there is no terminal to ask
 BAR = 14  # characters of the bar that stands for a card
 UNITS_LISTED = 7
+RESERVED = (
+    "not counted, and what the reserve is for: the context, libraries' workspaces and buffers, fragmentation "
+    "(--reserve)"
+)
 
 
 def show(plan: Plan, console: Console | None = None, *, verbose: bool = False, estimates: bool = False) -> None:
@@ -49,8 +53,12 @@ def _asked(plan: Plan) -> Iterator[str]:
     rows += f" × {model.sequence:,} tokens" if model.sequence else ""
     yield ", ".join([rows, *_step(plan), f"checkpointing {question.checkpoint}"])
     loss = [f"loss {'in ' * (question.loss in ('fp32', 'bf16'))}{question.loss}"] * bool(model.sequence)
-    card = [f"{f'{question.card}, ' if question.card else ''}{sizes.both(question.memory)}"] if question.memory else []
-    yield ", ".join([f"{question.convention}'s rules, precision {plan.precision}", question.optimizer, *loss, *card])
+    recipe = f"{question.convention}'s rules, {plan.precision}: {plan.kept} bytes a parameter at rest"
+    yield ", ".join([recipe, question.optimizer, *loss])
+    if question.memory:
+        named = f"{question.card}, " if question.card else ""
+        reserved = f", of which {verdict.size(question, question.reserve)} reserved" if question.reserve else ""
+        yield f"{named}{sizes.both(question.memory)}{reserved}"
 
 
 def _behind(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
@@ -61,8 +69,10 @@ def _behind(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
     model = plan.model
     for note in model.notes:
         yield f"[dim]{escape(note)}[/]"
+    if plan.question.reserve:
+        yield f"[dim]{RESERVED}[/]"
     if not verbose:
-        yield "[dim]-v: by band and collective, what is at the peak, the least time[/]"
+        yield "[dim]-v: by band and collective, what is at the peak, the least time; --estimators: others' answers[/]"
         return
     for ranks in plan.question.asked:
         yield from verdict.saved(plan, ranks)
@@ -112,7 +122,8 @@ def _rows(plan: Plan, left_out: Collection[str]) -> Table:
         column.no_wrap = True
         column.justify = "left" if column.header in ("scheme", "of the card") else "right"
     for ranks in question.gpus:
-        for index, cell in enumerate(plan.at(ranks)):
+        cells = sorted((*plan.at(ranks), *plan.beside(ranks)), key=lambda cell: -cell.at_rest)
+        for index, cell in enumerate(cells if plan.others else plan.at(ranks)):
             row = {
                 "N": f"{ranks:,}" if not index else "",
                 "scheme": escape(cell.name),
@@ -139,6 +150,8 @@ def _bar(question: Question, cell: Cell) -> str:
 def _room(question: Question, cell: Cell) -> str:
     if cell.room is None:
         return ""
+    if cell.tight:
+        return f"[yellow]tight, {verdict.size(question, cell.room)}[/]"
     return f"[green]{verdict.size(question, cell.room)}[/]" if cell.fits else "[red]none[/]"
 
 

@@ -28,6 +28,7 @@ def answers(plan: Plan) -> Iterator[str]:
         return
     for ranks in question.asked:
         yield _fits(plan, ranks)
+        yield from _better(plan, ranks)
         rows = [
             f"{each.row.name} {'≥ ' if each.at_least else ''}{each.micro_batch}"
             for each in plan.largest
@@ -49,17 +50,38 @@ def answers(plan: Plan) -> Iterator[str]:
 
 def _fits(plan: Plan, ranks: int) -> str:
     question, cells = plan.question, plan.at(ranks)
+    reserved = f" ({size(question, question.reserve)} reserved)" if question.reserve else ""
     fitting = [cell for cell in cells if cell.fits and cell.room is not None]
     if fitting:
         *others, last = (cell.name for cell in fitting)
         names = f"{', '.join(others)} and {last}" if others else last
-        first = fitting[0]
-        return f"[bold green]✓ fits on {ranks:,}[/] with {names}; {first.name} leaves {size(question, first.room or 0)}"
+        left = f"{fitting[0].name} leaves {size(question, fitting[0].room or 0)}{reserved}"
+        return f"[bold green]✓ fits on {ranks:,}[/] with {names}; {left}"
+    if tight := [cell for cell in cells if cell.tight]:
+        first = min(tight, key=lambda cell: cell.peak.total)
+        left = f"it leaves {size(question, first.room or 0)}, less than the {size(question, question.reserve)} reserved"
+        return f"[bold yellow]~ tight on {ranks:,}[/] with {first.name}: {left}"
     if any(cell.room is None for cell in cells):
         alone = "the model states alone do, and they are all that is counted here"
         return f"[bold yellow]whether it fits on {ranks:,} is not known[/]: {alone}"
     least = min(cells, key=lambda cell: cell.peak.total)
     return f"[bold red]✗ no scheme fits on {ranks:,}[/]: {least.name} takes {size(question, least.peak.total)}"
+
+
+def _better(plan: Plan, ranks: int) -> Iterator[str]:
+    """Another row that fits where none of those asked for does, or that sends less."""
+    fitting = [cell for cell in plan.beside(ranks) if cell.fits]
+    first = plan.first_fit(ranks)
+    if not fitting:
+        return
+    best = min(fitting, key=lambda cell: (cell.sent, cell.peak.total))
+    if first is None:
+        yield f"→ {best.name} fits: {size(plan.question, best.peak.total)} at the peak"
+    elif best.sent < first.sent:
+        yield (
+            f"→ {best.name} fits too, and sends {size(plan.question, best.sent)} a step instead of "
+            f"{size(plan.question, first.sent)}"
+        )
 
 
 def reasons(plan: Plan) -> Iterator[str]:

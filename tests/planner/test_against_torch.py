@@ -1,0 +1,76 @@
+"""Plans by the rules of FSDP2 and DDP, held to what torch's own trackers count of torch's own code.
+
+A plan may be a little above: it holds a unit's gradients from the start of its backward, where torch makes them one
+after another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="modules need torch: pip install 'zerosim[torch]'")
+
+import zerosim as zs  # noqa: E402
+from planner.torch_memory import Block, Model, cross_entropy, fsdp2_peak, plain_peak  # noqa: E402
+from zerosim.stages import DP, HPZ, HSDP, HSDPKept, Stage, ZeRO3, ZeRO3Kept  # noqa: E402
+
+RANKS, NODE = 8, 4
+WIDE, LONG = (256, 4, (2, 32)), (64, 6, (16, 128))  # width, blocks, rows of tokens: parameters, or activations count
+FSDP2: list[tuple[Stage, dict[str, Any]]] = [
+    (ZeRO3, {}), (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}), (HSDP, {"node": NODE}),
+    (HSDPKept, {"node": NODE, "reshard": False}),
+]  # fmt: skip
+
+
+def planned(model: Model, row: Stage, ranks: int, shape: tuple[int, int], **options: Any) -> int:
+    """Bytes at the peak, by a plan."""
+    found = zs.plan(
+        model, gpus=ranks, rows=[row], convention="fsdp2", micro_batch=shape[0], seq=shape[1], wrap=Block,
+        loss=cross_entropy, target=lambda rows, seq: torch.empty((rows, seq), dtype=torch.int64), **options,
+    )  # fmt: skip
+    [cell] = found.record.cells
+    return cell.peak.total
+
+
+def close(ours: int, theirs: int) -> None:
+    """Not below torch by more than what its loss and its step counters take, nor above by more than a fiftieth."""
+    assert -1e-3 * theirs <= ours - theirs <= 0.02 * theirs, f"{ours:,} and torch's {theirs:,}: {ours / theirs:.4f}"
+
+
+@pytest.mark.parametrize("case", [WIDE, LONG], ids=["wide", "long"])
+@pytest.mark.parametrize(("row", "given"), FSDP2, ids=lambda each: each.name if isinstance(each, Stage) else "")
+def test_fully_shard(row: Stage, given: dict[str, Any], case: tuple[int, int, tuple[int, int]]) -> None:
+    """Every kind of resharding, on meshes of one axis and of two."""
+    model, shape = Model(*case[:2]), case[2]
+    close(planned(model, row, RANKS, shape, node_size=NODE), fsdp2_peak(model, RANKS, shape, **given))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(64, marks=pytest.mark.slow)])
+def test_ties_checkpoints_and_ranks(ranks: int, checkpoint: bool, tied: bool) -> None:
+    """The root's gradients, of tied parameters three at a time; blocks that run again; few ranks and many."""
+    model, shape = Model(*WIDE[:2], tied=tied), WIDE[2]
+    ours = planned(model, ZeRO3, ranks, shape, checkpoint="full" if checkpoint else "none")
+    close(ours, fsdp2_peak(model, ranks, shape, checkpoint=checkpoint))
+
+
+def test_the_optimizers_own_memory() -> None:
+    """foreach has as much again as a moment; a single kernel has none."""
+    model, shape = Model(*WIDE[:2]), (1, 8)
+    fused = planned(model, ZeRO3, 1, shape, fused=True)
+    close(planned(model, ZeRO3, 1, shape), fsdp2_peak(model, 1, shape))
+    assert fused <= fsdp2_peak(model, 1, shape, foreach=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", [WIDE, LONG], ids=["wide", "long"])
+@pytest.mark.parametrize("buckets", [None, "copies", "views"])
+def test_plain_torch_and_ddp(buckets: str | None, case: tuple[int, int, tuple[int, int]], tied: bool) -> None:
+    """One card by itself, and DDP with gradients beside its buckets or in them."""
+    model, shape = Model(*case[:2], tied=tied), case[2]
+    ranks = 2 if buckets else 1
+    ours = planned(model, DP, ranks, shape, precision="fp32", bucket_view=buckets == "views")
+    close(ours, plain_peak(model, shape, buckets=buckets))
