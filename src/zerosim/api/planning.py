@@ -122,6 +122,9 @@ def plan(
     card: str | None = None,
     memory: int | str | None = None,
     reserve: int | str | None = None,
+    offload: Literal["optimizer", "params"] | None = None,
+    host_memory: int | str | None = None,
+    placement: Literal["nodes", "round robin"] = "nodes",
     seq: int | None = None,
     micro_batch: int = 1,
     checkpoint: Literal["none", "full", "selective"] = "none",
@@ -167,6 +170,8 @@ def plan(
     * ``card``: a preset, as in ``"H100"``; ``memory``: bytes of a card, or with a unit, as in ``"80GB"``;
       ``reserve``: of these, for what no ledger sees (context, libraries' workspaces, fragmentation), a size or a part
       as in ``"5%"``, by default a tenth.
+    * ``offload``: the optimizer's state, or all that is sharded, is kept on the host, whose node has ``host_memory``;
+      ``placement``: ranks go node by node, or one to each node in turn (``"round robin"``).
     * ``seq``: tokens in a row; ``micro_batch``: rows per rank at a time, ``accumulate`` of them a step, or as many
       as make up a ``global_batch`` of rows on all ranks.
     * ``checkpoint``: activation checkpointing; ``rows``: the schemes, by default all that the ``convention`` has.
@@ -207,11 +212,13 @@ def plan(
                 model=_named(model),
                 asked=asked,
                 gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
-                rows=list(rows) if rows is not None else list(rules.rows(precision)),
+                rows=question.offloaded(rules.rows(precision) if rows is None else rows, offload, convention),
+                host_memory=_memory(host_memory, None, "host_memory")[0],
+                placement=placement,
                 convention=convention,
                 memory=nbytes,
                 reserve=question.reserve(reserve, nbytes),
-                others=() if rows is not None else rules.others,
+                others=() if rows is not None or offload else rules.others,
                 card=None if preset is None else preset.name,
                 binary=binary,
                 precision=precision,
@@ -275,16 +282,16 @@ def _card(name: str | None) -> cards.Card | None:
     return known[name.lower()]
 
 
-def _memory(memory: int | str | None, preset: int | None) -> tuple[int | None, bool]:
+def _memory(memory: int | str | None, preset: int | None, option: str = "memory") -> tuple[int | None, bool]:
     """Bytes of a card, and whether they were given in powers of two."""
     if memory is None:
         return preset, False
     if not isinstance(memory, str):
-        return arguments.integer("plan", "memory", memory), False
+        return arguments.integer("plan", option, memory), False
     try:
         return sizes.parse(memory), "i" in memory.lower()
     except ValueError as error:
-        raise ValueError(f"plan(memory): {error}") from error
+        raise ValueError(f"plan({option}): {error}") from error
 
 
 def _rate(name: str, rate: float | str | None) -> float | None:

@@ -67,6 +67,15 @@ class Rate(click.ParamType[int]):
     "--reserve", default=None, metavar="SIZE",
     help="Of a card, for what no ledger sees: context, libraries, fragmentation; 8GiB, or 5%.  [default: 10%]",
 )  # fmt: skip
+@click.option(
+    "--offload", type=click.Choice(["optimizer", "params"]), default=None,
+    help="Keep the optimizer's state on the host, or all that is sharded.",
+)  # fmt: skip
+@click.option("--host-memory", default=None, metavar="SIZE", help="Memory of a node's host, for what is offloaded.")
+@click.option(
+    "--placement", type=click.Choice(["nodes", "round-robin"]), default="nodes", show_default=True,
+    help="Ranks go node by node, or one to each node in turn.",
+)  # fmt: skip
 @click.option("--check", is_flag=True, help="End with 1 unless it fits on every number of GPUs asked for.")
 @click.option("--card", default=None, metavar="NAME", help="A common card: its memory and speeds, as in H100.")
 @click.option(
@@ -278,7 +287,8 @@ def _question(
     model: str, convention: str, *, gpus: tuple[str, ...], schemes: tuple[str, ...], sweep: bool, memory: str | None,
     card: str | None, seq: int | None, bucket: str | None, efficiency: float | None, peak: float | None,
     bandwidth: int | None, node_bandwidth: int | None, latency: float | None, node_latency: float | None,
-    node_size: int | None, reserve: str | None, lora: str | None, other_parts: str, frozen_dtype: str | None,
+    node_size: int | None, reserve: str | None, offload: str | None,
+    host_memory: str | None, placement: str, lora: str | None, other_parts: str, frozen_dtype: str | None,
     bucket_elements: int | None, **options: Any,
 ) -> Question:  # fmt: skip
     """What was typed as a question. ValueError, with what would work, if it is none."""
@@ -298,11 +308,13 @@ def _question(
             model=model,
             asked=asked,
             gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
-            rows=question.rows(schemes) or list(rules.rows(options["precision"])),
+            rows=question.offloaded(question.rows(schemes) or rules.rows(options["precision"]), offload, convention),
+            host_memory=None if host_memory is None else _memory(host_memory, "host_memory"),
+            placement="round robin" if placement == "round-robin" else "nodes",
             convention=convention,
             memory=nbytes,
             reserve=question.reserve(reserve, nbytes),
-            others=() if schemes else rules.others,
+            others=() if schemes or offload else rules.others,
             card=None if preset is None else preset.name,
             binary=memory is not None and "i" in memory.lower(),
             sequence=seq,
@@ -324,11 +336,11 @@ def _question(
     )
 
 
-def _memory(text: str) -> int:
+def _memory(text: str, option: str = "memory") -> int:
     try:
         return sizes.parse(text)
     except ValueError as error:
-        raise ValueError(f"plan(memory): {error}") from error
+        raise ValueError(f"plan({option}): {error}") from error
 
 
 def _targets(json_to: str | None, chart: Path | None) -> dict[Path, Callable[[Plan], bytes]]:

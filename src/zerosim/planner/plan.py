@@ -173,7 +173,8 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
     if question.memory is not None:
         room = question.memory - ran.peak.total
         shortage = runner.shortage(row, ranks, question.memory)
-        assert (shortage is None) == (room >= 0), "a card holds what its peak does not pass"
+        short = ran.host is not None and (ran.host.room or 0) < 0
+        assert (shortage is None) == (room >= 0 and not short), "a card holds what its peak does not pass"
         if room >= 0 and runner.prepare(row).states_alone:
             room = None  # of what a step adds nothing is known
     return Cell(
@@ -190,6 +191,7 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         if runner.prepare(row).states_alone
         else hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch),
         saved=ran.saved,
+        host=ran.host,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import Literal
 
@@ -83,6 +84,33 @@ def rows(names: Sequence[str]) -> list[Stage]:
             raise ValueError(f"plan(scheme): one of {', '.join(NAMED)} (or 0 to 3); got {name!r}.")
         found.add(row)
     return [row for row in ROWS if row in found]
+
+
+def offloaded(rows: Sequence[Stage], what: str | None, convention: str) -> list[Stage]:
+    """The rows with the optimizer's state, and gradients where they are sharded, on the host; or parameters as well.
+
+    ValueError for what the convention has not, or that makes no sense of a row.
+    """
+    if what is None:
+        return list(rows)
+    if what not in ("optimizer", "params"):
+        raise ValueError(f"plan(offload): optimizer, or params, which takes the optimizer along; got {what!r}.")
+    if convention == "fsdp2" and what == "optimizer":
+        raise ValueError(
+            "plan(offload): FSDP2's CPUOffloadPolicy keeps parameters, gradients and optimizer state on the host, and "
+            "not the optimizer's alone. Use --offload params, or --convention deepspeed."
+        )
+    found = []
+    for row in rows:
+        if what == "params" and not row.params:
+            raise ValueError(
+                f"plan(offload): parameters on the host are gathered for each use, so they must be sharded, and "
+                f"{row.name} keeps them whole. Use --offload optimizer, or --scheme zero3."
+            )
+        there = ["optimizer", *["grads"] * bool(row.grads), *["params"] * (what == "params")]
+        name = f"{row.name}, {what if what == 'optimizer' else 'all'} on the host"
+        found.append(replace(row, name=name, offload=tuple(there)))
+    return found
 
 
 def reserve(text: str | int | None, memory: int | None) -> int:

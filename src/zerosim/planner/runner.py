@@ -20,7 +20,7 @@ from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.ranks import OutOfMemory
 from zerosim.records.files import CHUNK
-from zerosim.records.plan import Peak, Question, Saved, Shortage, Traffic
+from zerosim.records.plan import Host, Peak, Question, Saved, Shortage, Traffic
 from zerosim.schemes import Scheme, Stage
 from zerosim.worlds.dry import DryRing
 
@@ -36,6 +36,7 @@ class StepRun:
     traffic: list[Traffic]
     flops: dict[str, int]
     report: Report
+    host: Host | None
     groups: dict[str, list[str]]
     """The groups of parameters that each unit reads."""
     saved: Saved
@@ -116,9 +117,14 @@ class Runner:
     def start(self, row: Stage, ranks: int, capacity: int | None = None, micro_batch: int | None = None) -> Scheme:
         """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
         prepared = self.prepare(row, micro_batch, ranks)
-        options = replace(self.options(row, ranks, micro_batch), capacity=capacity, **prepared.options)
+        memory, node = self.question.host_memory, min(node_size(self.question), ranks)
+        host_capacity = None if capacity is None or memory is None else memory // node
+        options = replace(
+            self.options(row, ranks, micro_batch), capacity=capacity, host_capacity=host_capacity, **prepared.options
+        )
+        ring = DryRing(ranks, scattered=self.question.placement == "round robin")
         made = self.convention.of(row).scheme or self.convention.scheme
-        scheme = made(row, prepared.model, ranks, options, ring=DryRing(ranks), collectives=self.convention.collectives)
+        scheme = made(row, prepared.model, ranks, options, ring=ring, collectives=self.convention.collectives)
         if ranks > 1 and not self._in_buckets(row, ranks):  # with one nothing is reduced, and no bucket is there
             for band, elements in self._beside(row, scheme).items():
                 scheme.ranks.hold(band, (elements,), "bucket")
@@ -146,14 +152,14 @@ class Runner:
         """A step, new or one that was run before: what a card has room for, it runs as one without a limit does."""
         key = row, ranks, micro_batch or self.question.micro_batch
         known = self._runs.get(key)
-        if known is not None and (capacity is None or known.peak.total <= capacity):
+        if known is not None and (capacity is None or (known.peak.total <= capacity and not _short(known.host))):
             return known
         try:
             scheme = self.start(row, ranks, capacity, micro_batch)
             scheme.step(self.prepare(row, micro_batch, ranks).batch)
         except OutOfMemory as error:
             return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
-        self._runs[key] = found = _step_run(scheme)
+        self._runs[key] = found = _step_run(scheme, self.question.host_memory, min(node_size(self.question), ranks))
         return found
 
     def holds_states(self, row: Stage, ranks: int, capacity: int) -> bool:
@@ -165,7 +171,21 @@ class Runner:
         return True
 
 
-def _step_run(scheme: Scheme) -> StepRun:
+def _short(host: Host | None) -> bool:
+    return host is not None and host.room is not None and host.room < 0
+
+
+def _host(report: Report, memory: int | None, node: int) -> Host | None:
+    """What a rank has of the host, if anything."""
+    if not report.host_peak.total:
+        return None
+    room = None if memory is None else memory - node * report.host_peak.total
+    return Host(
+        resident=_plain(report.host), peak=report.host_peak.total, copied=sum(report.copies.values()), room=room
+    )
+
+
+def _step_run(scheme: Scheme, host_memory: int | None, node: int) -> StepRun:
     report = scheme.reports[-1]
     return StepRun(
         resident=_plain(report.resident),
@@ -176,12 +196,14 @@ def _step_run(scheme: Scheme) -> StepRun:
                 band=str(band),
                 sent=int(traffic.sent.max(initial=0)),
                 messages=traffic.messages,
+                between=traffic.node_outside,
             )
             for (collective, band), traffic in report.traffic.items()
             if traffic.messages
         ],
         flops={str(phase): count for phase, count in report.flops.items() if count},
         report=report,
+        host=_host(report, host_memory, node),
         groups={layer.name: [group.name for group in layer.groups] for layer in scheme.layers},
         saved=_saved(scheme),
     )

@@ -59,6 +59,7 @@ class Question(Record):
     sizes are shown in GiB. ``global_batch`` is the rows of a step on all ranks, from which ``accumulate``
     follows. ``optimizer_in_backward``: each unit's update is made as soon as its gradients are there, which are
     then freed.
+    ``host_memory`` is the bytes of a node's host, ``placement`` how ranks are laid out over nodes.
     ``fused``: the optimizer is one kernel, which needs no memory of its own; ``set_to_none``: gradients go after each
     step; ``bucket_view``: DDP's gradients are views of its buckets.
     ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
@@ -73,6 +74,8 @@ class Question(Record):
     others: tuple[Stage, ...] = ()
     memory: Positive | None = None
     reserve: Natural = 0
+    host_memory: Positive | None = None
+    placement: Literal["nodes", "round robin"] = "nodes"
     card: str | None = None
     binary: bool = False
     precision: str | None = None
@@ -148,16 +151,32 @@ class Peak(Record):
 
 
 class Traffic(Record):
-    """What a rank sends in a step by one collective for one band."""
+    """What a rank sends in a step by one collective for one band; ``between`` are bytes that leave a node, of all its
+    ranks."""
 
     collective: str
     band: str
     sent: int
     messages: int
+    between: int = 0
+
+
+class Host(Record):
+    """What a rank has of the host's memory, and ``copied`` bytes over its link to the host in a step.
+
+    ``room`` is what a node's memory has left at the peak of all its ranks, negative if it's short; None if it was
+    not said.
+    """
+
+    resident: dict[str, int]
+    peak: Natural
+    copied: Natural
+    room: int | None
 
 
 class Shortage(Record):
-    """The allocation that a card has no room for: of which band, for which unit, and what is held by then."""
+    """The allocation that a card, or its host, has no room for: of which band, for which unit, and what is held by
+    then."""
 
     band: str
     unit: str
@@ -221,6 +240,7 @@ class Cell(Record):
     shortage: Shortage | None
     time: Time | None
     saved: Saved
+    host: Host | None = None
 
     @property
     def name(self) -> str:
@@ -240,12 +260,21 @@ class Cell(Record):
     @property
     def fits(self) -> bool | None:
         """Whether a card holds it and the reserve, or None where no card was named."""
-        return None if self.room is None else self.room >= self.reserve
+        return None if self.room is None else self.room >= self.reserve and self._host_fits
 
     @property
     def tight(self) -> bool:
         """Whether a card holds it, but not the reserve."""
-        return self.room is not None and 0 <= self.room < self.reserve
+        return self.room is not None and 0 <= self.room < self.reserve and self._host_fits
+
+    @property
+    def _host_fits(self) -> bool:
+        return self.host is None or self.host.room is None or self.host.room >= 0
+
+    @property
+    def between(self) -> int:
+        """Bytes that leave a node in a step, of all its ranks."""
+        return sum(moved.between for moved in self.traffic)
 
 
 class SmallestRanks(Record):

@@ -29,11 +29,12 @@ class DryRing(Ring):
     """Rings of ``size`` ranks, of which rank 0 lives in this process: every rank does what it does.
 
     Rank 0 is at its node's edge, so what leaves a node leaves it; ``leaving`` says how many ranks of a node
-    do the same. The others, inside, send as much and nothing outward.
+    do the same. The others, inside, send as much and nothing outward. ``scattered``: rank r is on node r mod the
+    number of nodes, and not on node r // their size.
     """
 
-    def __init__(self, size: int, *, leaving: int = 0) -> None:
-        self.size, self.leaving = integer("DryRing", "size", size), leaving
+    def __init__(self, size: int, *, leaving: int = 0, scattered: bool = False) -> None:
+        self.size, self.leaving, self._scattered = integer("DryRing", "size", size), leaving, scattered
         self.ids: Sequence[int] = range(1)
         self.members: Sequence[int] = range(1)
         self.leaves: Sequence[int] = [int(leaving > 0)]
@@ -42,6 +43,10 @@ class DryRing(Ring):
 
     def split(self, node: int) -> tuple[Ring, Ring, Ring]:
         n, several = self.size, self.size > node
+        if self._scattered:  # neighbours are on different nodes, and those ``node`` apart if that is no whole round
+            apart = several and node % (n // node) > 0
+            inner = DryRing(node, leaving=node * several)
+            return DryRing(n, leaving=node * several), inner, DryRing(n // node, leaving=node * apart)
         return DryRing(n, leaving=int(several)), DryRing(node), DryRing(n // node, leaving=node * several)
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
