@@ -35,16 +35,54 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.plan, arguments)
 
 
+def paper(*arguments: str) -> Result:
+    """The command by the rules of the paper and of our own ring, with nothing reserved."""
+    return run(*arguments, "--convention", "zero", "--reserve", "0")
+
+
+def test_fsdp2_is_what_a_reader_most_likely_runs() -> None:
+    """By default a plan says whose rules it goes by, what is at rest by them, and looks at its other rows."""
+    result = run(MODEL, "--gpus", "4", "--memory", "1MB")
+    assert result.exit_code == 0, result.output
+    lines = result.output.strip().splitlines()
+    assert lines[2] == "fsdp2's rules, fsdp: 12 bytes a parameter at rest, adam"
+    assert lines[3] == "1.00 MB (977 KiB), of which 100 kB reserved"
+    assert lines[5].startswith("✓ fits on 4 with ZeRO-3; ZeRO-3 leaves ")
+    assert lines[5].endswith("(100 kB reserved)")
+    table = [line.split("  ")[1].strip() for line in lines if line.startswith("  ") and " kB" in line]
+    assert table == ["data parallel", "ZeRO-3", "ZeRO-3, kept"]
+    assert "estimators say" not in result.output
+
+
+def test_three_verdicts_and_a_code_for_scripts() -> None:
+    """What fits beside the reserve fits; within it is tight; and only the first ends --check with 0."""
+    [cell] = json.loads(run(MODEL, "--gpus", "4", "--json", "-").stdout)["cells"]
+    peak = cell["peak"]["total"]
+
+    def verdict(memory: int, *options: str) -> tuple[str, int]:
+        result = run(MODEL, "--gpus", "4", "--scheme", "zero3", "--memory", f"{memory}B", "--check", *options)
+        return next(line for line in result.output.splitlines() if line[:1] in "✓~✗" and line)[:7], result.exit_code
+
+    assert verdict(2 * peak, "--reserve", f"{peak}B") == ("✓ fits ", 0)
+    assert verdict(2 * peak - 1, "--reserve", f"{peak}B") == ("~ tight", 1)
+    assert verdict(peak, "--reserve", "1B") == ("~ tight", 1)
+    assert verdict(peak, "--reserve", "0") == ("✓ fits ", 0)
+    assert verdict(peak - 1, "--reserve", "0") == ("✗ no sc", 1)
+    assert verdict(peak + peak // 8) == ("✓ fits ", 0)  # a tenth is reserved
+    assert verdict(peak + peak // 10) == ("~ tight", 1)
+    assert run(MODEL, "--gpus", "4", "--check").exit_code == 2
+
+
 def test_it_answers_at_a_glance() -> None:
     """The answer stands above the table, in which --sweep has every scheme on N and the powers of two around it."""
-    result = run(MODEL, "--gpus", "3", "--sweep", "--memory", "290kB")
+    result = paper(MODEL, "--gpus", "3", "--sweep", "--memory", "290kB")
     assert result.exit_code == 0, result.output
     lines = result.output.strip().splitlines()
     assert f"{PARAMS:,} parameters" in lines[0]
-    assert "zero's rules, precision mixed, adam, 290 kB (283 KiB)" in lines[2]
-    assert lines[4].startswith("✓ fits on 3 with ZeRO-2 and ZeRO-3; ZeRO-2 leaves ")
-    assert lines[5].startswith("→ largest micro-batch on 3: ZeRO-2 ")
-    assert lines[6].startswith("→ smallest N that fits (by model states alone): data parallel none")
+    assert lines[2:4] == ["zero's rules, mixed: 16 bytes a parameter at rest, adam", "290 kB (283 KiB)"]
+    assert lines[5].startswith("✓ fits on 3 with ZeRO-2 and ZeRO-3; ZeRO-2 leaves ")
+    assert lines[6].startswith("→ largest micro-batch on 3: ZeRO-2 ")
+    assert lines[7].startswith("→ smallest N that fits (by model states alone): data parallel none")
     assert "to blame at the peak of ZeRO-3 on 3 (" in result.output
     rows = [line.split() for line in lines if "ZeRO-1" in line]
     assert [row[0] for row in rows if row[0].isdecimal()] == []  # N stands beside data parallel, the first scheme
@@ -91,7 +129,7 @@ def test_plan_and_chart_are_written_where_they_were_asked_for(tmp_path: Path) ->
         "--optimizer", "momentum", "--micro-batch", "3", "--sync", "end", "--card", "h100", "--bandwidth", "100GB/s",
         "--latency", "5", "--node-size", "2", "--efficiency", "0.25", "--peak", "500",
     ]  # fmt: skip
-    result = run(MODEL, "--gpus", "2,5", *options, "--json", str(target), "--chart", str(picture))
+    result = paper(MODEL, "--gpus", "2,5", *options, "--json", str(target), "--chart", str(picture))
     assert result.exit_code == 0, result.output
     assert sorted(tmp_path.iterdir()) == [picture, target]
     found = records.load(target)
@@ -113,7 +151,7 @@ def test_the_time_is_called_a_bound_and_its_card_named() -> None:
 def test_what_the_time_is_bounded_with_is_all_there() -> None:
     """Peak, efficiency, bandwidths and hops are shown, and what was given is not put down to a card."""
     preset, given = (
-        " ".join(run(MODEL, "--gpus", "2", "--card", "H100", "-v", *options).output.split())
+        " ".join(paper(MODEL, "--gpus", "2", "--card", "H100", "-v", *options).output.split())
         for options in ([], ["--peak", "500", "--latency", "7"])
     )
     assert "450 GB/s within a node of 8, 400 GB/s between nodes; 0.6 and 2.7 µs a hop; as of the H100." in preset
@@ -121,28 +159,30 @@ def test_what_the_time_is_bounded_with_is_all_there() -> None:
     assert "7 and 2.7 µs a hop; what was not given is as of the H100." in given
 
 
-def test_a_convention_that_is_named_tells_its_rules_and_the_estimators() -> None:
-    """With --convention the formulas stand beside the ledger; without, the answer is ours alone."""
-    named = " ".join(run(MODEL, "--gpus", "2", "--convention", "zero").output.split())
+def test_the_convention_s_rules_and_the_estimators_are_shown_when_asked_for() -> None:
+    """With --estimators the formulas stand beside the ledger; without, the answer is ours alone."""
+    named = " ".join(paper(MODEL, "--gpus", "2", "--estimators").output.split())
     assert "What well-known estimators say of the same question, N = 2" in named
     assert "zero: Mixed precision with Adam takes 16 bytes per parameter" in named
-    assert "estimators" not in run(MODEL, "--gpus", "2").output
+    assert "well-known" not in paper(MODEL, "--gpus", "2").output
 
 
 def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() -> None:
     """Megatron's own report is the ledger but for padding, and is given no reason; what the paper has less of, and what
     no formula knows of the question, is said."""
-    named = " ".join(run(MODEL, "--gpus", "2", "--convention", "megatron", "--stage", "0").output.split())
+    named = " ".join(
+        run(MODEL, "--gpus", "2", "--convention", "megatron", "--stage", "0", "--estimators").output.split()
+    )
     assert f"-{sizes.text(2 * PARAMS)} grads" in named
     assert "ZeRO paper, Table 1 (data parallel): " in named
     assert "Megatron's theoretical memory report (data parallel): " not in named
     assert "asked was" not in named
-    other = " ".join(run(MODEL, "--gpus", "2", "--convention", "zero", "--optimizer", "sgd").output.split())
+    other = " ".join(paper(MODEL, "--gpus", "2", "--optimizer", "sgd", "--estimators").output.split())
     assert "asked was optimizer sgd." in other
     result = run(MODEL, "--gpus", "2", "--convention", "zero", "--optimizer", "sgd", "--stage", "0", "--json", "-")
-    paper = json.loads(result.stdout)["estimates"][0]
-    assert paper["beside"]["exp_avg"] == paper["beside"]["exp_avg_sq"] == 4 * PARAMS
-    assert sum(paper["beside"].values()) == paper["nbytes"] - paper["ours"]
+    formula = json.loads(result.stdout)["estimates"][0]
+    assert formula["beside"]["exp_avg"] == formula["beside"]["exp_avg_sq"] == 4 * PARAMS
+    assert sum(formula["beside"].values()) == formula["nbytes"] - formula["ours"]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +209,8 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "4", "--checkpoint", "selective"], "Use 'full' or 'none'"),
         (["64,128", "--gpus", "4", "--convention", "nope"], "zero, deepspeed, fsdp2, megatron"),
         (["64,128", "--gpus", "4", "--card", "nope"], "A100-80GB"),
-        (["64,128", "--gpus", "4", "--convention", "fsdp2", "--stage", "1"], "has no ZeRO-1; it has ZeRO-3"),
-        (["64,128", "--gpus", "4", "--precision", "fsdp", "--stage", "1"], "Use ZeRO-3"),
+        (["64,128", "--gpus", "4", "--convention", "fsdp2", "--stage", "1"], "or --convention zero, which has it"),
+        (["64,128", "--gpus", "4", "--convention", "zero", "--precision", "fsdp", "--stage", "1"], "Use ZeRO-3"),
         (["64,128", "--gpus", "4", "--wire", "bf16"], "Use wire='fp32'"),
         (["64,128", "--gpus", "4", "--bucket", "5"], "'5' has no unit"),
         (["64,128", "--gpus", "4", "--largest-model", "mlp"], "--memory 80GB"),

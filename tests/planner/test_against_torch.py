@@ -18,6 +18,7 @@ from zerosim.stages import DP, HPZ, HSDP, HSDPKept, Stage, ZeRO3, ZeRO3Kept  # n
 
 RANKS, NODE = 8, 4
 WIDE, LONG = (256, 4, (2, 32)), (64, 6, (16, 128))  # width, blocks, rows of tokens: parameters, or activations count
+CASES = [pytest.param(WIDE, id="wide"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
 FSDP2: list[tuple[Stage, dict[str, Any]]] = [
     (ZeRO3, {}), (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}), (HSDP, {"node": NODE}),
     (HSDPKept, {"node": NODE, "reshard": False}),
@@ -39,7 +40,7 @@ def close(ours: int, theirs: int) -> None:
     assert -1e-3 * theirs <= ours - theirs <= 0.02 * theirs, f"{ours:,} and torch's {theirs:,}: {ours / theirs:.4f}"
 
 
-@pytest.mark.parametrize("case", [WIDE, LONG], ids=["wide", "long"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("row", "given"), FSDP2, ids=lambda each: each.name if isinstance(each, Stage) else "")
 def test_fully_shard(row: Stage, given: dict[str, Any], case: tuple[int, int, tuple[int, int]]) -> None:
     """Every kind of resharding, on meshes of one axis and of two."""
@@ -49,7 +50,7 @@ def test_fully_shard(row: Stage, given: dict[str, Any], case: tuple[int, int, tu
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 64))])
 def test_ties_checkpoints_and_ranks(ranks: int, checkpoint: bool, tied: bool) -> None:
     """The root's gradients, of tied parameters three at a time; blocks that run again; few ranks and many."""
     model, shape = Model(*WIDE[:2], tied=tied), WIDE[2]
@@ -66,7 +67,7 @@ def test_the_optimizers_own_memory() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("case", [WIDE, LONG], ids=["wide", "long"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("buckets", [None, "copies", "views"])
 def test_plain_torch_and_ddp(buckets: str | None, case: tuple[int, int, tuple[int, int]], tied: bool) -> None:
     """One card by itself, and DDP with gradients beside its buckets or in them."""

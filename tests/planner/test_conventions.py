@@ -134,7 +134,9 @@ def test_unknown_conventions_stages_and_precisions() -> None:
     """The error names what there is."""
     with pytest.raises(ValueError, match=r"'horovod'.*zero, deepspeed, fsdp2, megatron"):
         convention("horovod")
-    with pytest.raises(ValueError, match=r"FSDP2 \(fully_shard\) has no ZeRO-2; it has ZeRO-3"):
+    with pytest.raises(
+        ValueError, match=r"FSDP2 \(fully_shard\) has no ZeRO-2; it has data parallel, ZeRO-3, ZeRO-3, kept, HSDP, hpZ"
+    ):
         CONVENTIONS["fsdp2"].options(ZeRO2)
     with pytest.raises(ValueError, match="has no ZeRO-3; it has data parallel, ZeRO-1"):
         CONVENTIONS["megatron"].beside(ZeRO3)

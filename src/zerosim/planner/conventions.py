@@ -115,10 +115,11 @@ class Convention:
         """The rules for ``row``. ValueError, with the rows that there are, for one that the system has not."""
         found = self.rules.get(sharded(row))
         if found is None:
-            known = ", ".join(each.name for each in (*SCHEMES, *self.others) if sharded(each) in self.rules)
+            known = ", ".join(dict.fromkeys(row.name for row in (*SCHEMES, *self.others) if sharded(row) in self.rules))
+            having = [each.name for each in CONVENTIONS.values() if sharded(row) in each.rules]
             raise ValueError(
-                f"plan(convention): {self.system} has no {row.name}; it has {known}. Choose one of these, or another "
-                f"convention."
+                f"plan(convention): {self.system} has no {row.name}; it has {known}. Choose one of these"
+                f"{f', or --convention {having[0]}' if having else ''}{', which has it' if having else ''}."
             )
         return found
 
