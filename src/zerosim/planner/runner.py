@@ -8,11 +8,13 @@ searched or shown.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zerosim.bands import FP32, NOT_SAVED, Band, DType
 from zerosim.counts import EventKind, Report
+from zerosim.layers import Layer
 from zerosim.options import Options
 from zerosim.planner import recipes
 from zerosim.planner.conventions import Convention, convention
@@ -37,6 +39,7 @@ class StepRun:
     report: Report
     groups: dict[str, list[str]]
     """The groups of parameters that each unit reads."""
+    layers: Sequence[Layer]
     saved: Saved
 
 
@@ -163,6 +166,7 @@ def _step_run(scheme: Scheme) -> StepRun:
         flops={str(phase): count for phase, count in report.flops.items() if count},
         report=report,
         groups={layer.name: [group.name for group in layer.groups] for layer in scheme.layers},
+        layers=scheme.layers,
         saved=_saved(scheme),
     )
 

@@ -62,7 +62,7 @@ def _behind(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
     for note in model.notes:
         yield f"[dim]{escape(note)}[/]"
     if not verbose:
-        yield "[dim]-v: by band and collective, what is at the peak, the least time[/]"
+        yield "[dim]-v: by band and collective, what is at the peak, the time[/]"
         return
     for ranks in plan.question.asked:
         yield from verdict.saved(plan, ranks)
