@@ -42,10 +42,14 @@ class Planned:
 
     * ``fits``: whether any row fits on the GPUs that were asked for; None where no card was named.
     * ``best``: the first row that fits, the one that shards least, with what it holds and sends; None if none does.
+    * ``best.time``: seconds of a step: ``overlapped`` at least, and ``estimate``, with the ``error`` of nine of ten
+      published runs, None where it is not known (see ``zerosim.records.plan.StepEstimate`` and docs/time.md).
     * ``record``: everything: see ``zerosim.records.plan``.
 
     >>> import zerosim as zs
     >>> found = zs.plan([64, 128, 64], gpus=2, memory="250kB")
+    >>> found.best.time.overlapped < found.best.time.estimate.seconds, found.best.time.estimate.error
+    (True, None)
     >>> found.fits, found.best.name, found.best.fits, sorted(found.to_dict())[:3]
     (True, 'ZeRO-1', True, ['cells', 'cluster', 'created'])
     """

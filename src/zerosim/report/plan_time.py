@@ -8,7 +8,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from zerosim.records.plan import Cell, Cluster, Network, Plan, StepEstimate, Time
+from zerosim.records.plan import Cluster, Network, Plan, StepEstimate, Time
 from zerosim.report.tables import number_table
 
 
@@ -26,10 +26,12 @@ def sentence(plan: Plan, ranks: int) -> Iterator[str]:
 def table(plan: Plan, ranks: int) -> Table:
     """By row: what is expected, what is least, and what both are made of."""
     cluster = plan.cluster
+    estimate = next((cell.time.estimate for cell in plan.at(ranks) if cell.time), None)
+    error = "" if estimate is None or estimate.error is None else f" ±{100 * estimate.error:.0f} %"
     table = number_table(
         f"How long a step takes over rings, N = {ranks:,}",
-        "scheme", "about", "at least", "computing", "sending", "bound by",
-        caption=_cluster(cluster, plan.question.network, _estimate(plan.at(ranks))) if cluster else "",
+        "scheme", f"about{error}", "at least", "computing", "sending", "bound by",
+        caption=_cluster(cluster, plan.question.network, estimate) if cluster else "",
     )  # fmt: skip
     table.columns[5].justify = "left"
     for cell in plan.at(ranks):
@@ -43,10 +45,6 @@ def table(plan: Plan, ranks: int) -> Table:
                 time.binding,
             )
     return table
-
-
-def _estimate(cells: list[Cell]) -> StepEstimate | None:
-    return next((cell.time.estimate for cell in cells if cell.time), None)
 
 
 def _both(time: Time) -> str:
