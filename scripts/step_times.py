@@ -35,7 +35,7 @@ from zerosim.records.files import encoded, write_whole
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "src" / "zerosim" / "planner" / "time_model.json"
 SHARES = ("products", "attention", "memory", "network")
-START = (0.8, 100.0, 1.0, 0.5)
+START = (0.8, 100.0, 0.9, 0.5)
 LEAST, MOST = (0.1, 1.0, 0.05, 0.05), (1.0, 1000.0, 10.0, 1.0)  # no product passes the fastest, no link its bandwidth
 DTYPE = "bf16"
 
@@ -78,15 +78,14 @@ class Planned:
             return np.asarray(np.log(ratios), np.float64)
 
         found = least_squares(
-            off, np.log(START), bounds=(np.log(LEAST), np.log(MOST)), loss="soft_l1", f_scale=0.1, diff_step=1e-3,
-            xtol=1e-4,
-        )  # fmt: skip
-        return shares(np.exp(found.x))
+            off, np.log(START), bounds=(np.log(LEAST), np.log(MOST)), loss="soft_l1", f_scale=0.1, xtol=1e-4
+        )
+        return shares(np.round(np.exp(found.x), 4))
 
 
 def shares(values: Sequence[float] | Numbers) -> TimeModel:
     """Shares of which nothing else is known."""
-    named = dict(zip(SHARES, (round(float(value), 4) for value in values), strict=True))
+    named = dict(zip(SHARES, map(float, values), strict=True))
     return TimeModel(**named, band=1.0, median=1.0, runs=0, sources=())
 
 
@@ -97,8 +96,15 @@ def record() -> Recorded:
     for number, run in enumerate(runs, 1):
         work.append(run.work)
         print(f"\r{number} of {len(runs)} planned", end="", file=sys.stderr)
-    planned = Planned(runs, work)
-    model = planned.fit()
+    found = with_left_out(Planned(runs, work))
+    write_whole(time_page.RECORDED, encoded(found))
+    write_whole(MODEL, encoded(found.model))
+    return found
+
+
+def with_left_out(planned: Planned) -> Recorded:
+    """The fit, those without each publisher, and what they predict."""
+    runs, model = planned.runs, planned.fit()
     left_out = np.zeros(len(runs))
     others = {}
     for publisher in dict.fromkeys(planned.publishers):
@@ -114,7 +120,7 @@ def record() -> Recorded:
         runs=len(runs),
         sources=tuple(others),
     )
-    found = Recorded(
+    return Recorded(
         model=model,
         others=others,
         predicted=[
@@ -122,9 +128,6 @@ def record() -> Recorded:
             for least, estimate, other in zip(planned.least(), estimates, left_out, strict=True)
         ],
     )
-    write_whole(time_page.RECORDED, encoded(found))
-    write_whole(MODEL, encoded(model))
-    return found
 
 
 def main() -> None:

@@ -49,8 +49,8 @@ def test_what_the_estimate_is_worth() -> None:
 
 
 def test_each_size_card_and_number_of_gpus_is_within_15_percent() -> None:
-    """The estimate's median, with the run's publisher in the fit, by model, card, N and precision."""
-    for way in (time_page.size, lambda run: run.card, lambda run: str(run.gpus), lambda run: run.precision):
+    """The estimate's median, with the run's publisher in the fit, by model, card and N."""
+    for way in (time_page.size, lambda run: run.card, lambda run: str(run.gpus)):
         for key in {way(run) for run in RUNS}:
             found = [time_page.off(each.estimate, run) for run, each in ROWS if way(run) == key]
             assert median(found) < 0.15, key
@@ -59,7 +59,7 @@ def test_each_size_card_and_number_of_gpus_is_within_15_percent() -> None:
 def test_the_shares_are_the_fits() -> None:
     """Fitted again on made-up runs, the shares that made them come out."""
     pytest.importorskip("transformers")
-    places = [place for place, run in enumerate(RUNS) if run.model in ("MPT-125m", "TinyLlama-1.1B")][::6]
+    places = [place for place, run in enumerate(RUNS) if run.model in ("MPT-125m", "TinyLlama-1.1B")][::8]
     planned = step_times.Planned([RUNS[place] for place in places], [RUNS[place].work for place in places])
     made = step_times.shares((0.6, 80.0, 0.7, 0.4))
     planned.measured = planned.expected(made)

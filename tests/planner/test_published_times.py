@@ -27,15 +27,13 @@ def chosen(**asked: object) -> list[int]:
     return [place for place, run in enumerate(RUNS) if all(getattr(run, name) == each for name, each in asked.items())]
 
 
-# The least and the most of what makes runs differ, of models that are quickly planned.
+# What makes runs differ: small and large, short and long rows, accumulation, checkpointing, groups, what is kept.
 SAMPLE = [
     *chosen(model="MPT-125m", card="A100-40GB", sequence=512),
     *chosen(model="MPT-1b", gpus=128, card="H100"),  # parameters kept until backward
-    *chosen(model="MPT-760m", precision="bf16", card="H100", sequence=32_768),  # mostly attention
-    *chosen(model="MPT-1b", precision="fp8", sequence=8192),
     *chosen(model="MPT-13b", card="A100-80GB", sequence=1024),  # the run that the bound is closest to
-    *chosen(model="Llama-2-7B", compiled=False),  # HSDP
-    *chosen(model="Llama-3.1-8B", gpus=8, compiled=False),
+    *chosen(model="Llama-2-7B", gpus=96, compiled=False),  # HSDP
+    *chosen(model="Llama-3.1-8B", gpus=8, precision="fp8"),
     *chosen(model="TinyLlama-1.1B"),
 ]
 
@@ -55,8 +53,8 @@ def planned_as_recorded(places: Sequence[int]) -> None:
 
 
 def test_a_sample_of_published_runs() -> None:
-    """Ten kinds of runs, planned again, come out as recorded, and take longer than the bound."""
-    assert len({(RUNS[place].model, RUNS[place].scheme) for place in SAMPLE}) >= 7
+    """Six kinds of runs, planned again, come out as recorded, and took longer than the bound."""
+    assert len({RUNS[place].model for place in SAMPLE}) == len(SAMPLE) == 6
     planned_as_recorded(SAMPLE)
 
 
@@ -137,7 +135,8 @@ def test_a_stated_efficiency_takes_the_place_of_the_shares() -> None:
     """All computing then reaches that part of the peak, and memory is not waited for beside it."""
     card = CARDS["H100"]
     stated, model = fitted().stated(card, "bf16", 0.25), fitted().speeds(card, "bf16")
-    assert duration([Computed("a", Phase.FORWARD, 9894, 5000, 10**9)], stated, 1).compute == 9894 / (989.4e12 / 4)
+    work = [Computed("a", Phase.FORWARD, 9894, 5000, 10**9)]
+    assert duration(work, stated, 1).compute == pytest.approx(9894 / (989.4e12 / 4))
     assert (stated.within, stated.hop_between) == (model.within, model.hop_between)
 
 
