@@ -1,4 +1,4 @@
-"""The bound on a step's time: both rooflines and the two queues, by hand; and the presets of cards."""
+"""How long a step takes at given speeds: each operation and the two queues, by hand; and the presets of cards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 from zerosim.counts import Phase
 from zerosim.model import MLP
 from zerosim.planner.cards import CARDS, Card, card
-from zerosim.planner.step_time import Computed, Limit, Operation, Sent, bound, operations
+from zerosim.planner.step_time import (
+    Computed,
+    Limit,
+    Operation,
+    Ring,
+    Sent,
+    Speeds,
+    bound,
+    duration,
+    operations,
+)
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.dry import DryRing, Shapes
 
 # Powers of two, so that seconds are exact: 8 FLOP/s, 4 B/s within a node of two cards, 2 B/s between nodes.
-TOY = Card("toy", 1, {"fp32": 8}, within=4, between=2, node=2, hop_within=0.25, hop_between=8, source="made up")
+TOY = Card("toy", 1, {"fp32": 8}, within=4, between=2, node=2, hop_within=0.25, hop_between=8, source="made up",
+           memory_bandwidth=16, reached=0.5)  # fmt: skip
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
 
@@ -25,12 +36,28 @@ def toy(work: list[Operation], ranks: int, **options: Any) -> Any:
     return bound(work, TOY, ranks, dtype="fp32", **options)
 
 
-def test_computing_is_flops_over_the_stated_part_of_the_peak() -> None:
-    """Forty FLOPs at 8 FLOP/s take 5 s, and twice that if half of the peak is reached."""
-    work: list[Operation] = [Computed("a", FORWARD, 24), Computed("a", BACKWARD, 16)]
-    assert (toy(work, 1).compute, toy(work, 1, efficiency=0.5).compute) == (40 / 8, 40 / 4)
-    assert toy(work, 1).serial == toy(work, 1).overlapped == 5
+def test_at_least_computing_is_flops_over_the_peak() -> None:
+    """Forty FLOPs at 8 FLOP/s take 5 s, those of attention half as long, and memory is never waited for."""
+    work: list[Operation] = [Computed("a", FORWARD, 24, nbytes=10**6), Computed("a", BACKWARD, 16)]
+    assert toy(work, 1).compute == toy(work, 1).serial == toy(work, 1).overlapped == 40 / 8
+    assert toy([Computed("a", FORWARD, 24, attention=16)], 1).compute == 8 / 8 + 16 / 16
     assert toy(work, 1).binding is Limit.COMPUTE
+
+
+def test_at_given_speeds_products_attention_and_memory_add_up() -> None:
+    """Each at its own speed: 24 - 8 FLOPs of products at 4, 8 of attention at 2, 6 bytes at 3."""
+    speeds = Speeds(4, 2, 3, within=1, between=1, hop_within=1, hop_between=1, node=2)
+    assert duration([Computed("a", FORWARD, 24, 8, 6)], speeds, 1).compute == 16 / 4 + 8 / 2 + 6 / 3
+    with pytest.raises(ValueError, match=r"Speeds\(memory\): must be above zero; got 0"):
+        replace(speeds, memory=0)
+
+
+def test_a_ring_within_a_node_and_one_across_nodes() -> None:
+    """Within a node nothing leaves it; across nodes both cards of a node send, and each hop crosses."""
+    within, across = Sent("a", 12, 1, ring=Ring.WITHIN), Sent("a", 12, 2, ring=Ring.ACROSS)
+    assert (toy([within], 6).bandwidth, toy([within], 6).latency) == (12 / 4, 0.25)
+    assert (toy([across], 6).bandwidth, toy([across], 6).latency) == (2 * 12 / 2, 2 * 8)
+    assert (toy([within], 6).link, toy([across], 6).link) == (Limit.WITHIN, Limit.BETWEEN)
 
 
 def test_sending_within_a_node() -> None:
@@ -162,6 +189,34 @@ def test_operations_are_all_that_was_booked(row: Stage, ranks: int, accumulate: 
     assert sum(each.messages for each in sent) == sum(traffic.messages for traffic in report.traffic.values())
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_memory_moves_what_forward_holds_three_times_and_what_backward_holds_once(checkpoint: bool) -> None:
+    """An activation is written, read, and its gradient written; the optimizer moves 28 bytes for each 13 FLOPs."""
+    report = dry(ZeRO3, 4, checkpoint=checkpoint).reports[-1]
+    held: dict[Phase, int] = {}
+    for event in report.events:
+        if event.kind == "hold" and event.name == "activations":
+            held[event.phase] = held.get(event.phase, 0) + event.nbytes
+    work = [each for each in operations(report) if isinstance(each, Computed)]
+    optimizer = [each for each in work if each.phase is OPTIMIZER]
+    expected = 3 * (held[FORWARD] + held[Phase.OTHER]) + held[BACKWARD]
+    assert sum(each.nbytes for each in work if each not in optimizer) == expected
+    assert [each.nbytes for each in optimizer] == [round(each.flops * 28 / 13) for each in optimizer]
+
+
+def test_what_is_beyond_a_units_products_is_attention() -> None:
+    """Of a unit's FLOPs those beyond what its parameters can take are attention's, in the backward in the same part."""
+    report = dry(ZeRO3, 4).reports[-1]
+    forwards = [each for each in report.events if each.kind == "compute" and each.name == "forward"]
+    flops = forwards[1].amount
+    work = operations(report, products={"layer 1": 10**9, "layer 2": flops // 2})
+    computed = [each for each in work if isinstance(each, Computed)]
+    for each in computed:
+        half = each.unit == "layer 2" and each.phase in (FORWARD, BACKWARD)
+        assert each.attention == (each.flops / 2 if half else 0)
+    assert all(each.attention == 0 for each in operations(report) if isinstance(each, Computed))
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_gather_is_needed_by_the_layer_that_reads_it(prefetch: int) -> None:
     """Under ZeRO-3 each gather is needed by its own layer, however early it is started; reductions by nobody."""
@@ -214,8 +269,6 @@ def test_a_real_step_on_a_real_card() -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"efficiency": 0}, r"efficiency.*above 0 and up to 1; got 0"),
-        ({"efficiency": 1.01}, r"efficiency.*got 1\.01"),
         ({"prefetch": -1}, r"prefetch.*got -1"),
         ({"ranks": 0}, r"ranks.*got 0"),
         ({"dtype": "bf16"}, r"toy has no peak for 'bf16'; it computes in fp32"),

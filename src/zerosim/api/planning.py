@@ -42,10 +42,14 @@ class Planned:
 
     * ``fits``: whether any row fits on the GPUs that were asked for; None where no card was named.
     * ``best``: the first row that fits, the one that shards least, with what it holds and sends; None if none does.
+    * ``best.time``: seconds of a step: ``overlapped`` at least, and ``estimate``, with the ``error`` of nine of ten
+      published runs, None where it is not known (see ``zerosim.records.plan.StepEstimate`` and docs/time.md).
     * ``record``: everything: see ``zerosim.records.plan``.
 
     >>> import zerosim as zs
     >>> found = zs.plan([64, 128, 64], gpus=2, memory="250kB")
+    >>> found.best.time.overlapped < found.best.time.estimate.seconds, found.best.time.estimate.error
+    (True, None)
     >>> found.fits, found.best.name, found.best.fits, sorted(found.to_dict())[:3]
     (True, 'ZeRO-1', True, ['cells', 'cluster', 'created'])
     """
@@ -162,7 +166,7 @@ def plan(
     target: Callable[[int, int | None], Any] | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Planned:
-    """What training ``model`` takes on so many GPUs: memory by band and peak, traffic, and a bound on the time.
+    """What training ``model`` takes on so many GPUs: memory by band and peak, traffic, and the time of a step.
 
     * ``model``: a Hugging Face ``config.json``, its folder or its contents as a dict (needs the extra ``plan``);
       a ``torch.nn.Module``, on any device; an ``MLP`` or the widths of one; or ``"package.module:factory"``.
@@ -176,8 +180,9 @@ def plan(
       as make up a ``global_batch`` of rows on all ranks.
     * ``checkpoint``: activation checkpointing; ``rows``: the schemes, by default all that the ``convention`` has.
     * ``precision``, ``wire``, ``wire_params``, ``sync``, ``bucket``, ``prefetch``: by default the convention's.
-    * ``efficiency``, ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``),
-      ``latency`` and ``node_latency`` (µs a hop), ``node_size``: for the time's bound, by default the card's.
+    * ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``), ``latency`` and
+      ``node_latency`` (µs a hop), ``node_size``: for the time, by default the card's. ``efficiency``: the part of the
+      peak that your own runs reach, for the time's estimate; by default what published runs reach.
     * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
       ``kv``: keys and values that heads share are kept once, or a copy for each head.
     * ``lora``: train adapters of that rank beside the linear layers named in ``targets``, and freeze all else;

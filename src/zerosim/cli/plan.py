@@ -175,7 +175,8 @@ class Rate(click.ParamType[int]):
 @click.option("--nvme", "--nvme-path", default=None, hidden=True)
 @click.option(
     "--efficiency", type=click.FloatRange(0, 1, min_open=True), default=None,
-    help="For the time's bound: the part of the peak that is reached.  [default: 0.5]",
+    help="For the time's estimate: the part of the peak that your own runs reach.  "
+    "[default: what published runs reach]",
 )  # fmt: skip
 @click.option("--peak", type=click.FloatRange(0, min_open=True), default=None, help="Peak of a card, in TFLOP/s.")
 @click.option(
@@ -205,7 +206,7 @@ class Rate(click.ParamType[int]):
     help="Draw the peaks by band to FILE: .png, .svg or .html.",
 )  # fmt: skip
 @click.option("--estimators", is_flag=True, help="Also what well-known formulas say, and the convention's rules.")
-@click.option("-v", "--verbose", is_flag=True, help="Also the bands, the collectives, the peak and the least time.")
+@click.option("-v", "--verbose", is_flag=True, help="Also the bands, the collectives, the peak and the time.")
 @click.pass_context
 def plan(
     context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, check: bool,

@@ -3,6 +3,10 @@
 Owns the numbers and their sources. Must not know models, schedules or ledgers. Every number can
 be replaced: ``dataclasses.replace(CARDS["H100"], memory=96 * 10**9)``.
 
+What is reached of the peak at most was measured: the fastest product of two bf16 matrices that could be found
+(stas00's "maximum achievable matmul FLOPS", ml-engineering): 271.2 TFLOP/s on an A100 SXM, 794.5 on an H100, 1,745 on
+a B200, 668.4 on an MI300X. Of the others nothing was published, and four fifths are assumed.
+
 The memory is the marketed number in GB of 1e9 bytes. What a program finds is another: the parts
 are made in GiB, the driver keeps some, and nvidia-smi reports the rest. Peaks are of dense
 matrices, without the doubling for sparse ones that data sheets like to print. Bandwidths are one
@@ -24,6 +28,8 @@ _TERA = 10**12
 # How long a hop takes before its first byte arrives: what NCCL's own model has for a ring's fastest
 # protocol over NVLink, over PCIe and over a network (src/graph/tuning.cc, hwLatencies, LL).
 _NVLINK_HOP, _PCIE_HOP, _NETWORK_HOP = 0.6e-6, 1.0e-6, 2.7e-6
+ASSUMED_REACH = 0.8  # of the peak, where nobody measured: about what H100 and B200 reach
+_A100_REACH, _H100_REACH = 271.2 / 312, 794.5 / 989.4
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,8 @@ class Card:
     ``memory`` in bytes; ``peak`` in FLOP/s by dtype; ``within`` the bytes per second that a card
     sends to the others of its node, ``between`` those that a whole node sends to the other nodes
     over all its network cards, both one way; ``node`` the cards in a node; ``hop_within`` and
-    ``hop_between`` the seconds of a hop of no bytes; ``source`` who says so.
+    ``hop_between`` the seconds of a hop of no bytes; ``source`` who says so. ``memory_bandwidth`` is the bytes per
+    second of the card's own memory, ``reached`` the part of the peak that the fastest matrix product reaches.
     """
 
     name: str
@@ -45,9 +52,11 @@ class Card:
     hop_within: float
     hop_between: float
     source: str
+    memory_bandwidth: int
+    reached: float = ASSUMED_REACH
 
     def __post_init__(self) -> None:
-        for name in ("memory", "within", "between", "node", "hop_within", "hop_between"):
+        for name in ("memory", "within", "between", "node", "hop_within", "hop_between", "memory_bandwidth", "reached"):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"Card({name}) of {self.name} must be above zero; got {value!r}.")
@@ -82,39 +91,48 @@ CARDS: Mapping[str, Card] = MappingProxyType(
             Card(
                 "V100-32GB", 32 * _GB, _peak(125, 15.7, bf16=False), 150 * _GB, 50 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
                 "NVIDIA V100 data sheet, SXM2 (125 and 15.7 TFLOP/s, NVLink 300 GB/s both ways); DGX-1: 4 x 100 Gb/s",
+                memory_bandwidth=900 * _GB,
             ),
             Card(
                 "A100-40GB", 40 * _GB, _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
+                memory_bandwidth=1555 * _GB, reached=_A100_REACH,
             ),
             Card(
                 "A100-80GB", 80 * _GB, _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
+                memory_bandwidth=2039 * _GB, reached=_A100_REACH,
             ),
             Card(
                 "H100", 80 * _GB, _peak(989.4, 66.9), 450 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _H100,
+                memory_bandwidth=3350 * _GB, reached=_H100_REACH,
             ),
             Card(
                 "H200", 141 * _GB, _peak(989.4, 66.9), 450 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
                 "NVIDIA H200 data sheet, SXM (141 GB; computes and sends as the H100); DGX H200: 8 x 400 Gb/s",
+                memory_bandwidth=4800 * _GB, reached=_H100_REACH,
             ),
             Card(
                 "B200", 180 * _GB, _peak(2250, 80), 900 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
                 "NVIDIA Blackwell data sheet, HGX at 1,000 W (2,250 and 80 TFLOP/s, NVLink 1.8 TB/s both ways); "
                 "DGX B200: 8 x 180 GB, 8 x 400 Gb/s",
+                memory_bandwidth=8000 * _GB, reached=1745 / 2250,
             ),
             Card(
                 "L40S", 48 * _GB, _peak(362.05, 91.6), 32 * _GB, 50 * _GB, 8, _PCIE_HOP, _NETWORK_HOP,
                 "NVIDIA L40S data sheet (362.05 and 91.6 TFLOP/s, PCIe 4.0 x16 64 GB/s both ways, no NVLink); "
                 "Amazon EC2 g6e.48xlarge: 8 cards, 400 Gb/s",
+                memory_bandwidth=864 * _GB,
             ),
             Card(
                 "RTX4090", 24 * _GB, _peak(165.2, 82.6), 32 * _GB, 1_250_000_000, 4, _PCIE_HOP, _NETWORK_HOP,
                 "NVIDIA Ada GPU architecture white paper (165.2 TFLOP/s accumulating in fp32, 82.6; PCIe 4.0 x16 "
                 "64 GB/s both ways); a workstation of four on 10 Gb/s Ethernet is assumed",
+                memory_bandwidth=1008 * _GB,
             ),
             Card(
                 "MI300X", 192 * _GB, _peak(1307.4, 163.4), 448 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
                 "AMD Instinct MI300X data sheet (1,307.4 and 163.4 TFLOP/s, 7 Infinity Fabric links of 128 GB/s both "
                 "ways); 8 x 400 Gb/s, and a hop as over NVLink, are assumed",
+                memory_bandwidth=5300 * _GB, reached=668.4 / 1307.4,
             ),
         )
     }
@@ -133,5 +151,5 @@ def card(name: str) -> Card:
             return known
     raise ValueError(
         f"card({name!r}): the presets are {', '.join(CARDS)}. For another card give its numbers: "
-        f"Card(name, memory, peak, within, between, node, hop_within, hop_between, source)."
+        f"Card(name, memory, peak, within, between, node, hop_within, hop_between, source, memory_bandwidth)."
     )

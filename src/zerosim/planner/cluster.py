@@ -1,24 +1,28 @@
-"""The least time of a step, from its log and a card: the question's numbers over the preset's.
+"""The time of a step, from its log and a card: the question's numbers over the preset's.
 
-Owns which card and which numbers are meant. What a bound is, ``bound`` owns.
+Owns which card and which numbers are meant. What a bound is, ``step_time`` owns, and how fast cards are expected
+to be, ``time_model``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from zerosim.bands import WIRES, DType
+from zerosim.layers import Layer, Role
 from zerosim.planner.cards import ASSUMED, Card, card
 from zerosim.planner.runner import StepRun
-from zerosim.planner.step_time import bound, operations
-from zerosim.records.plan import Cluster, Question, Time
+from zerosim.planner.step_time import bound, duration, operations
+from zerosim.planner.time_model import fitted
+from zerosim.records.plan import Cluster, Question, StepEstimate, Time
 
-EFFICIENCY = 0.5  # of the peak, where none is stated: what good training code reaches on dense models
+SMALLEST = 100_000_000  # parameters; the smallest model that the estimate was fitted on has 125 million
 
 
 def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
-    """The card that the time is bounded with, and its record. ValueError if it has no peak for ``working``."""
+    """The card that the time is for, and its record. ValueError if it has no peak for ``working``."""
     asked = question.network
     dtype = next(name for name, known in WIRES.items() if known == working)
     chosen = card(question.card or ASSUMED)
@@ -35,7 +39,7 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
         assumed=question.card is None,
         dtype=dtype,
         peak=float(chosen.flops(dtype)),
-        efficiency=asked.efficiency or EFFICIENCY,
+        efficiency=asked.efficiency,
         within=float(chosen.within),
         between=float(chosen.between),
         node=chosen.node,
@@ -45,12 +49,34 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     )
 
 
-def time(ran: StepRun, ranks: int, chosen: Card, record: Cluster, prefetch: int) -> Time:
-    """The bound of a step that was run."""
-    least = bound(
-        operations(ran.report, ran.groups), chosen, ranks,
-        dtype=record.dtype, efficiency=record.efficiency, prefetch=prefetch,
-    )  # fmt: skip
+def products(layers: Iterable[Layer], tokens: int) -> dict[str, int]:
+    """FLOPs of each layer's forward that can be products with its parameters: two for each of them and token."""
+    return {
+        layer.name: 2 * tokens * sum(group.params for group in layer.groups if group.role is not Role.BUFFER)
+        for layer in layers
+    }
+
+
+def _alike(layers: Iterable[Layer]) -> bool:
+    """Whether the estimate was fitted on models of such a size."""
+    groups = {group for layer in layers for group in layer.groups if group.role is not Role.BUFFER}
+    return sum(group.params for group in groups) >= SMALLEST
+
+
+def time(ran: StepRun, ranks: int, chosen: Card, record: Cluster, prefetch: int, tokens: int | None) -> Time:
+    """The bound of a step that was run, and the estimate; ``tokens`` of a micro-batch, None where rows have no length.
+
+    The estimate's error is known of models like those that it was fitted on. Where an efficiency is stated, the
+    estimate takes that part of the peak, and its error is the reader's.
+    """
+    work = operations(ran.report, ran.groups, None if tokens is None else products(ran.layers, tokens))
+    least = bound(work, chosen, ranks, dtype=record.dtype, prefetch=prefetch)
+    model = fitted()
+    if record.efficiency is None:
+        speeds, error = model.speeds(chosen, record.dtype), model.band if tokens and _alike(ran.layers) else None
+    else:
+        speeds, error = model.stated(chosen, record.dtype, record.efficiency), None
+    expected = duration(work, speeds, ranks, prefetch=prefetch)
     return Time(
         compute=least.compute,
         bandwidth=least.bandwidth,
@@ -58,4 +84,11 @@ def time(ran: StepRun, ranks: int, chosen: Card, record: Cluster, prefetch: int)
         serial=least.serial,
         overlapped=least.overlapped,
         binding=str(least.binding),
+        estimate=StepEstimate(
+            seconds=max(expected.overlapped, least.overlapped),
+            computing=expected.compute,
+            exposed=expected.exposed,
+            binding=str(expected.binding),
+            error=error,
+        ),
     )

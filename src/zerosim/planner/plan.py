@@ -169,6 +169,8 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
     """A step without a limit, so that its peak is known, and where a card is too small what it has no room for."""
     question = runner.question
     ran = runner.run(row, ranks)
+    sequence = question.sequence or runner.source.sequence
+    tokens = None if sequence is None else question.micro_batch * sequence
     room = shortage = None
     if question.memory is not None:
         room = question.memory - ran.peak.total
@@ -189,7 +191,7 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         shortage=shortage,
         time=None
         if runner.prepare(row).states_alone
-        else hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch),
+        else hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch, tokens),
         saved=ran.saved,
         host=ran.host,
     )

@@ -8,11 +8,13 @@ searched or shown.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zerosim.bands import FP32, MODEL_STATES, NOT_SAVED, Band, DType
 from zerosim.counts import EventKind, Report
+from zerosim.layers import Layer
 from zerosim.options import Options
 from zerosim.planner import recipes
 from zerosim.planner.cards import node_size
@@ -39,6 +41,7 @@ class StepRun:
     host: Host | None
     groups: dict[str, list[str]]
     """The groups of parameters that each unit reads."""
+    layers: Sequence[Layer]
     saved: Saved
 
 
@@ -205,6 +208,7 @@ def _step_run(scheme: Scheme, host_memory: int | None, node: int) -> StepRun:
         report=report,
         host=_host(report, host_memory, node),
         groups={layer.name: [group.name for group in layer.groups] for layer in scheme.layers},
+        layers=scheme.layers,
         saved=_saved(scheme),
     )
 

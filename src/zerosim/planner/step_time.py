@@ -1,21 +1,22 @@
-"""How long a step takes at least: a bound from what a run computed and sent, never a forecast.
+"""How long a step takes at given speeds: two queues, one that computes and one that sends.
 
-Owns the two rooflines and how they overlap. Reads a step's log, its operations in order, with the
-FLOPs and bytes that were booked where they happened; must not know how the schedule came about.
+Owns the operations of a step, what each takes at given ``Speeds``, and how they overlap. Reads a step's
+log, with the FLOPs and bytes that were booked where they happened; must not know how the schedule came
+about, nor whether the speeds are what a card can reach at most (``bound``) or what runs reach (``time_model``).
 
-* Computing takes FLOPs over the card's peak in that dtype times a stated efficiency. With an
-  efficiency of 1 it is the roofline itself; what memory's bandwidth adds is left out.
-* Sending takes bytes over bandwidth and hops times latency (ring costs: Patarasuk and Yuan 2009).
-  A ring over several nodes is as fast as its slowest link: between two nodes, all network cards
-  of a node together, as collective libraries lay a ring through each. Of the N-1 hops that a
-  block makes, one fewer than there are nodes lead from one node to the next.
-* Without overlap all of that adds up. With overlap there are two queues, one that computes and
-  one that sends, each in order and one thing at a time: a gather starts up to ``prefetch``
-  layers ahead of the layer that needs it and ends before that one computes, a reduction starts
-  when its gradients are there, and the optimizer waits for all of them.
-
-The busier of the two queues alone is the floor below which no order of things leads. Neither the
-host nor memory, imbalance or contention is in any of it: on these numbers a real step is slower.
+* Computing takes the FLOPs of matrix products with parameters, those of attention, and the bytes that come
+  and go between them, each over its own speed. FLOPs of a unit beyond two for each parameter and token are
+  attention's. Each byte of an activation is written in forward, and read in backward, where its gradient is
+  written; what backward holds it writes. The optimizer moves 28 bytes for its 13 FLOPs a parameter (Adam: seven
+  numbers of fp32).
+* Sending takes bytes over bandwidth and hops times latency (ring costs: Patarasuk and Yuan 2009), on two tiers:
+  what each card sends to its node, and what a node sends to others over all its network cards together, as
+  collective libraries lay a ring through each. The slower tier counts. In a ring of all ranks, in the order of
+  their nodes, one rank of each node sends outward; in rings across nodes all of them do; in a ring within a node
+  none does. Of the N-1 hops that a block makes round all ranks, one fewer than there are nodes crosses.
+* Without overlap all of that adds up. With overlap there are two queues, each in order and one thing at a time: a
+  gather starts up to ``prefetch`` layers ahead of the layer that needs it and ends before that one computes, a
+  reduction starts when its gradients are there, and the optimizer waits for all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
+from zerosim.bands import Band
 from zerosim.counts import EventKind, Phase, Report
 from zerosim.planner.cards import Card
+
+ADAM_BYTES = 28 / 13  # of memory for each FLOP of the optimizer: p, g, m and v are read, p, m and v written, 4 B each
+CAUSAL = 2  # a kernel that skips what a causal mask hides computes half of the FLOPs of attention that are counted
 
 
 class Limit(StrEnum):
@@ -37,13 +43,23 @@ class Limit(StrEnum):
     LATENCY = "latency of the hops"
 
 
+class Ring(StrEnum):
+    """Which ranks a collective goes round."""
+
+    ALL = "all ranks"
+    WITHIN = "the ranks of a node"
+    ACROSS = "one rank of each node"
+
+
 @dataclass(frozen=True)
 class Computed:
-    """Arithmetic of one unit in one phase, per rank."""
+    """Arithmetic of one unit in one phase, per rank: FLOPs, those of them that are attention's, bytes of memory."""
 
     unit: str
     phase: Phase
     flops: int
+    attention: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,40 +71,132 @@ class Sent:
     nbytes: int
     messages: int
     needed_by: int | None = None
+    ring: Ring = Ring.ALL
 
 
 Operation = Computed | Sent
 
 
-def operations(report: Report, groups: Mapping[str, Collection[str]] | None = None) -> list[Operation]:
+def operations(
+    report: Report, groups: Mapping[str, Collection[str]] | None = None, products: Mapping[str, int] | None = None
+) -> list[Operation]:
     """A step's log as operations in order.
 
     ``groups`` names, for each unit that computes, the groups of parameters that it reads, where
     they are not named as the unit is. An all-gather is needed by the next unit that reads what
     was gathered; if none does, as after the optimizer, it waits for what was computed before.
+    ``products``: the FLOPs of a unit's forward, in one micro-batch, that can be products with its
+    parameters; the rest is attention. Without it all are products.
     """
     log = [event for event in report.events if event.kind in (EventKind.SEND, EventKind.COMPUTE)]
-    found: list[Operation] = []
-    waiting: dict[str, int] = {}  # read from the end: which computation is the next to read each group
+    computed = iter(_computed(report, products or {}))
     position = sum(event.kind is EventKind.COMPUTE for event in log)
+    needed: list[int | None] = []
+    waiting: dict[str, int] = {}  # read from the end: which computation is the next to read each group
     for event in reversed(log):
         if event.kind is EventKind.COMPUTE:
             position -= 1
-            for group in (groups or {}).get(event.unit, (event.unit,)):
-                waiting[group] = position
-            found.append(Computed(event.unit, Phase(event.name), event.amount))
+            waiting.update(dict.fromkeys((groups or {}).get(event.unit, (event.unit,)), position))
         else:
-            needed_by = waiting.get(event.unit) if event.name == "all-gather" else None
-            found.append(Sent(event.unit, event.nbytes, event.amount, needed_by))
-    return found[::-1]
+            needed.append(waiting.get(event.unit) if event.name == "all-gather" else None)
+    return [
+        next(computed)
+        if event.kind is EventKind.COMPUTE
+        else Sent(event.unit, event.nbytes, event.amount, needed.pop())
+        for event in log
+    ]
+
+
+def _computed(report: Report, products: Mapping[str, int]) -> list[Computed]:
+    """What was computed, in order, with what is attention of it and the bytes that came and went."""
+    found: list[Computed] = []
+    forward: dict[str, tuple[float, list[int]]] = {}  # a unit's part that is attention, and what its forwards held
+    held = rest = 0
+    for event in report.events:
+        if event.kind is EventKind.HOLD and event.name == Band.ACTIVATIONS:
+            if event.phase is Phase.OTHER:  # the loss, whose forward and backward are one
+                rest += 3 * event.nbytes
+            else:
+                held += event.nbytes
+        if event.kind is not EventKind.COMPUTE:
+            continue
+        phase, flops = Phase(event.name), event.amount
+        if phase is Phase.FORWARD:
+            beyond = max(0, flops - products.get(event.unit, flops))
+            part, kept = forward.setdefault(event.unit, (beyond / max(1, flops), []))
+            kept.append(held)
+            nbytes = held
+        elif phase is Phase.BACKWARD:
+            part, kept = forward.get(event.unit, (0.0, []))
+            nbytes = held + 2 * (kept.pop() if kept else 0)
+        else:
+            part, nbytes = 0.0, round(flops * ADAM_BYTES)
+        found.append(Computed(event.unit, phase, flops, round(part * flops), nbytes + rest))
+        held = rest = 0
+    return found
 
 
 @dataclass(frozen=True)
-class Bound:
-    """Seconds that a step takes at least, and what to blame.
+class Speeds:
+    """How fast everything goes: FLOP/s of products and of attention, bytes/s of memory, within a node and between
+    nodes, seconds of a hop within and between, and the cards in a node. ValueError if one is not above zero."""
 
-    ``compute``, ``bandwidth`` and ``latency`` are the sums of each; ``link`` is the slowest link;
-    ``serial`` is the step without overlap, ``overlapped`` with; ``efficiency`` is the stated one.
+    products: float
+    attention: float
+    memory: float
+    within: float
+    between: float
+    hop_within: float
+    hop_between: float
+    node: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"Speeds({name}): must be above zero; got {value!r}.")
+
+    def computing(self, work: Computed) -> float:
+        """Seconds of a computation."""
+        products = (work.flops - work.attention) / self.products
+        return products + work.attention / self.attention + work.nbytes / self.memory
+
+    def moving(self, work: Sent, ranks: int) -> tuple[float, Limit]:
+        """Seconds that the bytes of a collective take on the slower tier, and which that is."""
+        within, between = work.nbytes / self.within, 0.0
+        if ranks > self.node and work.ring is not Ring.WITHIN:
+            senders = self.node if work.ring is Ring.ACROSS else 1
+            between = senders * work.nbytes / self.between
+        return max((between, Limit.BETWEEN), (within, Limit.WITHIN), key=lambda each: each[0])
+
+    def waiting(self, work: Sent, ranks: int) -> float:
+        """Seconds of the hops of a collective."""
+        crossing = float(work.messages)
+        if work.ring is not Ring.ACROSS:
+            nodes = -(-ranks // self.node) if work.ring is Ring.ALL else 1
+            crossing *= (nodes - 1) / max(1, ranks - 1)
+        return crossing * self.hop_between + (work.messages - crossing) * self.hop_within
+
+
+def at_most(card: Card, dtype: str) -> Speeds:
+    """What no step on such cards can pass: the peak of the data sheet, kernels that skip what a causal mask hides,
+    and memory that is never waited for. ValueError for a dtype that the card has no peak for.
+
+    >>> from zerosim.planner.cards import card
+    >>> at_most(card("H100"), "bf16").products
+    989400000000000.0
+    """
+    peak = float(card.flops(dtype))
+    return Speeds(
+        peak, CAUSAL * peak, inf, float(card.within), float(card.between), card.hop_within, card.hop_between, card.node
+    )
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds that a step takes at some speeds, and what to blame.
+
+    ``compute``, ``bandwidth`` and ``latency`` are the sums of each; ``link`` is the tier that the most time is spent
+    on; ``serial`` is the step without overlap, ``overlapped`` with.
     """
 
     compute: float
@@ -97,7 +205,6 @@ class Bound:
     link: Limit
     serial: float
     overlapped: float
-    efficiency: float
 
     @property
     def communication(self) -> float:
@@ -122,49 +229,41 @@ class Bound:
         return self.link if self.bandwidth >= self.latency else Limit.LATENCY
 
 
-def bound(
-    work: Iterable[Operation],
-    card: Card,
-    ranks: int,
-    *,
-    dtype: str,
-    efficiency: float = 1.0,
-    prefetch: int = 1,
-) -> Bound:
+def bound(work: Iterable[Operation], card: Card, ranks: int, *, dtype: str, prefetch: int = 1) -> Duration:
     """The least time of a step on ``ranks`` such cards, computing in ``dtype``; seconds.
 
-    Raises ValueError for an efficiency outside (0, 1], a dtype that the card has no peak for,
-    fewer than one rank, or a negative prefetch.
+    Raises ValueError for a dtype that the card has no peak for, fewer than one rank, or a negative prefetch.
     """
-    if not 0 < efficiency <= 1:
-        raise ValueError(f"bound(efficiency): a fraction of the peak, above 0 and up to 1; got {efficiency!r}.")
+    return duration(work, at_most(card, dtype), ranks, prefetch=prefetch)
+
+
+def duration(work: Iterable[Operation], speeds: Speeds, ranks: int, *, prefetch: int = 1) -> Duration:
+    """The time of a step on ``ranks`` cards at these speeds; seconds.
+
+    Raises ValueError for fewer than one rank, or a negative prefetch.
+    """
     if ranks < 1:
-        raise ValueError(f"bound(ranks): needs at least one; got {ranks!r}.")
+        raise ValueError(f"duration(ranks): needs at least one; got {ranks!r}.")
     if prefetch < 0:
-        raise ValueError(f"bound(prefetch): layers gathered ahead, 0 or more; got {prefetch!r}.")
-    peak = card.flops(dtype) * efficiency
-    nodes = -(-ranks // card.node)
-    bandwidth, link = float(card.within), Limit.WITHIN
-    if nodes > 1 and card.between <= card.within:
-        bandwidth, link = float(card.between), Limit.BETWEEN
-
-    def waiting(messages: int) -> float:
-        crossing = messages * (nodes - 1) / max(1, ranks - 1)
-        return crossing * card.hop_between + (messages - crossing) * card.hop_within
-
+        raise ValueError(f"duration(prefetch): layers gathered ahead, 0 or more; got {prefetch!r}.")
     work = list(work)
     sent = [each for each in work if isinstance(each, Sent)]
-    computed = [each for each in work if isinstance(each, Computed)]
-    compute = sum(each.flops for each in computed) / peak
-    moving = sum(each.nbytes for each in sent) / bandwidth
-    latency = sum(waiting(each.messages) for each in sent)
-    overlapped = _two_queues(
-        work,
-        [each.flops / peak for each in computed],
-        [each.nbytes / bandwidth + waiting(each.messages) for each in sent],
-        prefetch,
+    computing = [speeds.computing(each) for each in work if isinstance(each, Computed)]
+    moving = [speeds.moving(each, ranks) for each in sent]
+    waiting = [speeds.waiting(each, ranks) for each in sent]
+    by_link = {Limit.WITHIN: 0.0, Limit.BETWEEN: 0.0}
+    for seconds, link in moving:
+        by_link[link] += seconds
+    compute, bandwidth, latency = sum(computing), sum(by_link.values()), sum(waiting)
+    sending = [seconds + wait for (seconds, _), wait in zip(moving, waiting, strict=True)]
+    return Duration(
+        compute,
+        bandwidth,
+        latency,
+        max(by_link, key=lambda link: by_link[link]),
+        compute + bandwidth + latency,
+        _two_queues(work, computing, sending, prefetch),
     )
-    return Bound(compute, moving, latency, link, compute + moving + latency, overlapped, efficiency)
 
 
 def _two_queues(work: Sequence[Operation], computing: list[float], sending: list[float], prefetch: int) -> float:

@@ -23,7 +23,8 @@ FrozenDType = Literal["fp32", "fp16", "bf16", "nf4", "nf4-double"]
 
 class Network(Record):
     """What bounds the time, where it is not the card's own: FLOP/s, bytes/s and seconds a hop within a node and
-    between nodes, cards in a node. None: the preset's. ``efficiency`` is the part of the peak that is reached."""
+    between nodes, cards in a node. None: the preset's. ``efficiency`` is the part of the peak that the reader's own
+    runs reach, in place of the estimate's shares."""
 
     efficiency: float | None = None
     peak: float | None = None
@@ -184,8 +185,23 @@ class Shortage(Record):
     held: dict[str, int]
 
 
+class StepEstimate(Record):
+    """The seconds that a step is expected to take, computing and sending that nothing hides; what binds it.
+
+    ``error``: nine of ten published runs took up to this part more or less. None where that is not known: of models
+    without sequences or of less than a hundred million parameters, and of an efficiency that the reader states.
+    """
+
+    seconds: float
+    computing: float
+    exposed: float
+    binding: str
+    error: float | None
+
+
 class Time(Record):
-    """The least seconds of a step, a bound and no forecast: without overlap and with it, and what binds it."""
+    """The least seconds of a step, at the card's peak: without overlap and with it, and what binds it; and beside it
+    how long the step is expected to take."""
 
     compute: float
     bandwidth: float
@@ -193,16 +209,18 @@ class Time(Record):
     serial: float
     overlapped: float
     binding: str
+    estimate: StepEstimate | None = None
 
 
 class Cluster(Record):
-    """What the time is bounded with: the card, FLOP/s by dtype times the efficiency, bytes/s, seconds a hop."""
+    """What the time is for: the card, FLOP/s by dtype, bytes/s, seconds a hop. ``efficiency`` is the part of the peak
+    that was stated for the estimate, if one was."""
 
     card: str
     assumed: bool
     dtype: str
     peak: float
-    efficiency: float
+    efficiency: float | None
     within: float
     between: float
     node: int

@@ -72,7 +72,7 @@ def _behind(plan: Plan, *, verbose: bool) -> Iterator[RenderableType]:
     if plan.question.reserve:
         yield f"[dim]{RESERVED}[/]"
     if not verbose:
-        yield "[dim]-v: by band and collective, what is at the peak, the least time; --estimators: others' answers[/]"
+        yield "[dim]-v: by band and collective, what is at the peak, the time; --estimators: others' answers[/]"
         return
     for ranks in plan.question.asked:
         yield from verdict.saved(plan, ranks)

@@ -1,4 +1,4 @@
-"""What stands behind a plan's answer, as tables: when the peak is, bands, collectives, and the least time of a step.
+"""What stands behind a plan's answer, as tables: when the peak is, bands, collectives, and how long a step takes.
 
 Takes records; computes nothing but ratios and units.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from zerosim.bands import Band
-from zerosim.records.plan import Cluster, Network, Plan
+from zerosim.records.plan import Plan
+from zerosim.report import plan_time
 from zerosim.report import plan_verdict as verdict
 from zerosim.report.tables import number_table
 from zerosim.util import sizes
@@ -24,7 +24,7 @@ def details(plan: Plan) -> Iterator[Table]:
     """The tables, of all N and then of each that was asked for; none that is empty."""
     tables = [_instants(plan)]
     for ranks in plan.question.asked:
-        tables += [_bands(plan, ranks), _traffic(plan, ranks), _times(plan, ranks)]
+        tables += [_bands(plan, ranks), _traffic(plan, ranks), plan_time.table(plan, ranks)]
     yield from (table for table in tables if table.row_count)
 
 
@@ -81,44 +81,3 @@ def _traffic(plan: Plan, ranks: int) -> Table:
         table.add_section()
         table.add_row("in all", *(verdict.size(plan.question, cell.sent) for cell in cells))
     return table
-
-
-def _times(plan: Plan, ranks: int) -> Table:
-    cluster = plan.cluster
-    table = number_table(
-        f"The least time of a step over rings, a bound and no forecast, N = {ranks:,}",
-        "scheme", "computing", "sending", "without overlap", "with overlap", "bound by",
-        caption=_cluster(cluster, plan.question.network) if cluster else "",
-    )  # fmt: skip
-    table.columns[5].justify = "left"
-    for cell in plan.at(ranks):
-        if (time := cell.time) is not None:
-            table.add_row(
-                cell.name,
-                _seconds(time.compute),
-                _seconds(time.bandwidth + time.latency),
-                _seconds(time.serial),
-                _seconds(time.overlapped),
-                time.binding,
-            )
-    return table
-
-
-def _cluster(cluster: Cluster, network: Network) -> str:
-    given = any(value is not None for name, value in msgspec.structs.asdict(network).items() if name != "efficiency")
-    rest = "what was not given is " if given else ""
-    return (
-        f"{cluster.peak / 1e12:,.4g} TFLOP/s ({cluster.dtype}) × {cluster.efficiency:g}; "
-        f"{cluster.within / 1e9:,.4g} GB/s within a node of {cluster.node}, "
-        f"{cluster.between / 1e9:,.4g} GB/s between nodes; {cluster.hop_within * 1e6:,.4g} and "
-        f"{cluster.hop_between * 1e6:,.4g} µs a hop; {rest}as of the {cluster.card}"
-        f"{', for want of a --card' if cluster.assumed else ''}. Overlap hides no more than the schedule lets it: "
-        "ZeRO-3 gathers as far ahead as --prefetch says."
-    )
-
-
-def _seconds(value: float) -> str:
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if value * factor >= 1 or unit == "µs":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError("the last unit takes everything")

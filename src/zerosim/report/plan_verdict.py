@@ -8,6 +8,7 @@ from rich.markup import escape
 
 from zerosim.bands import Band
 from zerosim.records.plan import NoFit, Peak, Plan, Question
+from zerosim.report import plan_time
 from zerosim.util import sizes
 
 HOW = {"at rest": "at rest", "peak": "at the peak"}
@@ -36,6 +37,7 @@ def answers(plan: Plan) -> Iterator[str]:
         ]
         if rows:
             yield f"→ largest micro-batch on {ranks:,}: {', '.join(rows)}"
+        yield from plan_time.sentence(plan, ranks)
     numbers = []
     for found in plan.smallest:
         none = f"none up to {found.limit:,}" if found.limit > 1 else "none"
