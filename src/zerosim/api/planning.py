@@ -139,6 +139,7 @@ def plan(
     optimizer: Literal["adam", "adamw", "adam8bit", "sgd", "momentum"] = "adam",
     optimizer_in_backward: bool = False,
     kv: Literal["grouped", "expanded"] = "grouped",
+    attention: Literal["flash", "fused", "unfused"] = "flash",
     lora: int | None = None,
     targets: Sequence[str] = ("all-linear",),
     other_parts: Literal["frozen", "left out", "trained"] = "frozen",
@@ -170,7 +171,8 @@ def plan(
     * ``efficiency``, ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``),
       ``latency`` and ``node_latency`` (µs a hop), ``node_size``: for the time's bound, by default the card's.
     * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
-      ``kv``: keys and values that heads share are kept once, or a copy for each head.
+      ``kv``: keys and values that heads share are kept once, or a copy for each head;
+      ``attention``: the kernel of Megatron's own layer, under its convention.
     * ``lora``: train adapters of that rank beside the linear layers named in ``targets``, and freeze all else;
       ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input;
       ``frozen_dtype``: what is frozen is kept in 16 bits, or its matrices in 4 (``"nf4"``, ``"nf4-double"``).
@@ -221,6 +223,7 @@ def plan(
                 optimizer_in_backward=optimizer_in_backward,
                 loss="fp32" if callable(loss) else loss,
                 kv=kv,
+                attention=attention,
                 finetuning=Finetuning(
                     other_parts=other_parts,
                     lora=lora,

@@ -131,6 +131,10 @@ class Rate(click.ParamType[int]):
     help="Keys and values that heads share: kept once, or expanded to a copy for each head.",
 )  # fmt: skip
 @click.option(
+    "--attention", type=click.Choice(["flash", "fused", "unfused"]), default="flash", show_default=True,
+    help="Kernel of Megatron's own layer (--convention megatron), as its --attention-backend has it.",
+)  # fmt: skip
+@click.option(
     "--lora", default=None, metavar="r=8,targets=NAME,...",
     help="Train adapters of rank r beside these linear layers (or all-linear); all else is frozen.",
 )  # fmt: skip

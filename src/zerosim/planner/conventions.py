@@ -7,15 +7,16 @@ convention answers with ``Options`` and with what is held beside the model state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from zerosim.bands import PRECISIONS, WIRES, Band, DType
 from zerosim.comm import Comm
 from zerosim.options import Options, Padding
-from zerosim.planner import recipes
+from zerosim.planner import megatron, recipes
 from zerosim.planner.fsdp2 import FSDP2, Library
+from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import RECIPES
 from zerosim.schemes import SCHEMES, Scheme, Stage
 from zerosim.util.arguments import one_of
@@ -53,7 +54,8 @@ class Convention:
     """One system's way. ``why`` has a sentence for each rule in which it differs from another.
 
     ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded;
-    ``left_out`` what the system does that is not counted. ValueError for a precision that there is not.
+    ``left_out`` what the system does that is not counted. ``layers``: what makes of a model the same one with the
+    system's own layers, if it has any, and an attention of that name. ValueError for a precision that there is not.
 
     >>> from zerosim.schemes import ZeRO3
     >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
@@ -71,6 +73,7 @@ class Convention:
     set_to_none: bool = False
     foreach: bool = False
     frees: bool = False
+    layers: Callable[[ModelSource, str], ModelSource] | None = None
 
     def __post_init__(self) -> None:
         one_of(f"Convention {self.name!r}", "precision", self.precision, PRECISIONS)
@@ -81,6 +84,20 @@ class Convention:
         """The built-in rows that the system has, those left out that cannot use ``precision`` (its own by default)."""
         everywhere = RECIPES[precision or self.precision].everywhere
         return tuple(row for row in SCHEMES if sharded(row) in self.rules and (everywhere or row.params))
+
+    def source(self, given: ModelSource, attention: str) -> ModelSource:
+        """What a plan is made of: the model as it is given, or with the system's own layers.
+
+        ValueError for an attention that is chosen where the model's own runs.
+        """
+        if self.layers is not None:
+            return self.layers(given, attention)
+        if attention != "flash":
+            raise ValueError(
+                f"plan(attention): it says which kernel Megatron's own layer has, and under {self.name} the model's "
+                f"own runs; got {attention!r}. Use --convention megatron, or leave --attention out."
+            )
+        return given
 
     def of(self, row: Stage) -> Rules:
         """The rules for ``row``. ValueError, with the rows that there are, for one that the system has not."""
@@ -201,7 +218,10 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 "Megatron's distributed optimizer",
                 "bf16-fp32-grads",
                 {NOTHING: _PLAIN, OPTIMIZER: _PLAIN},
-                (
+                collectives=Library,
+                frees=True,
+                layers=megatron.source,
+                why=(
                     "Gradients are accumulated and reduced in fp32 and in nothing else: 2 bytes of parameters, 4 of "
                     "gradients, 12 of the optimizer's, 18 in all and 6 + 12/N with the distributed optimizer; fp16 "
                     "gradients with fp32 main gradients make it 20 and 4 + 16/N (precision mixed-main-grads), all fp32 "
@@ -209,8 +229,17 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "The distributed optimizer is stage 1: it shards what is the optimizer's, and neither gradients "
                     "nor parameters.",
                     _TRAVEL,
+                    "The layer is Megatron's own: fused norms, bias and activation, bias, dropout and add. The loss "
+                    "takes 6 bytes per logit: 16 bits, and an fp32 copy that becomes softmax and gradient in place.",
                 ),
-                ("Its buffers are padded to multiples of 64 and 128 elements besides N.",),
+                left_out=(
+                    "Its buffers are padded to multiples of 64 and 128 elements besides N, and its vocabulary to one "
+                    "of 128: write the padded size into the configuration.",
+                    "Workspaces of cuBLAS and Transformer Engine: its recorded runs hold 68 to 101 MiB more than their "
+                    "states at rest.",
+                    "Without gradient accumulation fusion a parameter's 16-bit gradient is there until it is added to "
+                    "the fp32 one.",
+                ),
             ),
         )
     }

@@ -24,6 +24,7 @@ from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.ledger import Ledger
 from zerosim.parameters import Parameters
 from zerosim.planner.recipes import PlannedOptions
+from zerosim.ranks import Workspace
 from zerosim.schemes import Scheme
 from zerosim.updates import Update
 
@@ -35,14 +36,14 @@ def wrapped(layer: Layer) -> bool:
     return shapes is None or bool(shapes.wrapped)
 
 
-class _Registers:
+class _Registers(Workspace):
     """Blocks that no allocator holds: what is in flight lies in buffers of the communication library's own."""
 
     def __init__(self, ring: Ring, dtype: DType, kernels: Kernels) -> None:
-        self._ring, self._dtype, self.kernels, self.unit = ring, dtype, kernels, ""
+        self._ring, self._wire, self.kernels, self.unit = ring, dtype, kernels, ""
 
-    def hold(self, *shape: int) -> Array:
-        return self._ring.empty((len(self._ring.ids), *shape), self._dtype)
+    def hold(self, *shape: int, dtype: DType | None = None) -> Array:
+        return self._ring.empty((len(self._ring.ids), *shape), dtype or self._wire)
 
     def free(self, array: Array) -> None:
         pass
@@ -52,7 +53,7 @@ class Library(Comm):
     """Collectives whose blocks in flight are not the allocator's, as NCCL's are not."""
 
     def __init__(self, ring: Ring, wire: DType, blocks: Any, ledger: Ledger) -> None:
-        super().__init__(ring, wire, _Registers(ring, wire, blocks.kernels), ledger)  # type: ignore[arg-type]
+        super().__init__(ring, wire, _Registers(ring, wire, blocks.kernels), ledger)
 
 
 class Unsharding(Parameters):

@@ -117,7 +117,7 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         return torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device), None
 
 
-def _cross_entropy(logits: Any, target: Any, kind: str) -> Any:
+def cross_entropy(logits: Any, target: Any, kind: str) -> Any:
     """The mean over [tokens, classes]: in ``"fp32"``, in the logits' own dtype (``"bf16"``), by chunks, or fused."""
     entropy = torch.nn.functional.cross_entropy
     if kind == "bf16":
@@ -137,7 +137,7 @@ def loss(output: Any, target: Any, *, kind: str = "fp32") -> Any:
     where there are neither, as in a base model, the mean square of the first of its outputs stands for one.
     """
     if (logits := _logits(output)) is not None:
-        return _cross_entropy(logits.flatten(0, -2), target.flatten(), kind)
+        return cross_entropy(logits.flatten(0, -2), target.flatten(), kind)
     if (start := getattr(output, "start_logits", None)) is not None and start.dim() == 2:
         ends = (start, output.end_logits)
         return sum(torch.nn.functional.cross_entropy(each.float(), target) for each in ends) / 2

@@ -44,8 +44,9 @@ class Runner:
     """Runs a question's rows; a prepared model and a run that is there are used again."""
 
     def __init__(self, source: ModelSource, question: Question) -> None:
-        self.source, self.question = source, question
+        self.question = question
         self.convention: Convention = convention(question.convention)
+        self.source = self.convention.source(source, question.attention)
         self._prepared: dict[tuple[Workload, int], Prepared] = {}
         self._runs: dict[tuple[Stage, int, int], StepRun] = {}
         self._states: dict[tuple[Stage, int], int] = {}

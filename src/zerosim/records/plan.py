@@ -59,6 +59,7 @@ class Question(Record):
     follows. ``optimizer_in_backward``: each unit's update is made as soon as its gradients are there, which are
     then freed. ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
     keeps nothing. ``kv``: whether keys and values are kept once for the heads that share them, or for each.
+    ``attention`` is the kernel that Megatron's own layer has, by the names of its ``--attention-backend``.
     """
 
     model: str
@@ -86,6 +87,7 @@ class Question(Record):
     optimizer_in_backward: bool = False
     loss: Literal["fp32", "bf16", "chunked", "fused"] = "fp32"
     kv: Literal["grouped", "expanded"] = "grouped"
+    attention: Literal["flash", "fused", "unfused"] = "flash"
     finetuning: Finetuning = Finetuning()
     network: Network = Network()
     largest_model: str | None = None
