@@ -10,7 +10,7 @@ import html
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ import msgspec
 
 from zerosim.api.models import is_module
 from zerosim.model import MLP
-from zerosim.planner import cards, conventions, question
+from zerosim.planner import cards, conventions, job_config, question
 from zerosim.planner import models as sources
 from zerosim.planner import plan as planner
 from zerosim.planner.model_source import ModelSource, Perceptron
@@ -140,6 +140,7 @@ def plan(
     optimizer_in_backward: bool = False,
     kv: Literal["grouped", "expanded"] = "grouped",
     attention: Literal["flash", "fused", "unfused"] = "flash",
+    zero: Mapping[str, Any] | None = None,
     lora: int | None = None,
     targets: Sequence[str] = ("all-linear",),
     other_parts: Literal["frozen", "left out", "trained"] = "frozen",
@@ -172,7 +173,8 @@ def plan(
       ``latency`` and ``node_latency`` (µs a hop), ``node_size``: for the time's bound, by default the card's.
     * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
       ``kv``: keys and values that heads share are kept once, or a copy for each head;
-      ``attention``: the kernel of Megatron's own layer, under its convention.
+      ``attention``: the kernel of Megatron's own layer, under its convention; ``zero``: DeepSpeed's
+      ``zero_optimization``, under its, as in ``{"sub_group_size": 1e9}``.
     * ``lora``: train adapters of that rank beside the linear layers named in ``targets``, and freeze all else;
       ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input;
       ``frozen_dtype``: what is frozen is kept in 16 bits, or its matrices in 4 (``"nf4"``, ``"nf4-double"``).
@@ -224,6 +226,7 @@ def plan(
                 loss="fp32" if callable(loss) else loss,
                 kv=kv,
                 attention=attention,
+                zero=job_config.zero_settings(zero or {}),
                 finetuning=Finetuning(
                     other_parts=other_parts,
                     lora=lora,

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from zerosim.bands import PRECISIONS, WIRES, Band, DType
 from zerosim.comm import Comm
 from zerosim.options import Options, Padding
-from zerosim.planner import megatron, recipes
+from zerosim.planner import deepspeed, megatron, recipes
 from zerosim.planner.fsdp2 import FSDP2, Library
 from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import RECIPES
+from zerosim.records.plan import Question, ZeroConfig
 from zerosim.schemes import SCHEMES, Scheme, Stage
 from zerosim.util.arguments import one_of
 
@@ -55,7 +56,8 @@ class Convention:
 
     ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded;
     ``left_out`` what the system does that is not counted. ``layers``: what makes of a model the same one with the
-    system's own layers, if it has any, and an attention of that name. ValueError for a precision that there is not.
+    system's own layers, if it has any, and an attention of that name; ``settings`` what resolves a job's own settings,
+    if it has any. ValueError for a precision that there is not.
 
     >>> from zerosim.schemes import ZeRO3
     >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
@@ -74,6 +76,7 @@ class Convention:
     foreach: bool = False
     frees: bool = False
     layers: Callable[[ModelSource, str], ModelSource] | None = None
+    settings: Callable[[Question, ModelSource], ZeroConfig] | None = None
 
     def __post_init__(self) -> None:
         one_of(f"Convention {self.name!r}", "precision", self.precision, PRECISIONS)
@@ -131,7 +134,17 @@ class Convention:
         ``elements`` replaces the system's default size of a bucket.
         """
         bucket = self.of(row).bucket
-        return {} if bucket is None else {Band.BUCKET: bucket if elements is None else elements}
+        size = bucket if elements is None else elements
+        return {Band.BUCKET: size} if bucket and size else {}
+
+    def bucket(self, row: Stage, question: Question, source: ModelSource) -> int | None:
+        """The elements of a bucket, by the job's settings where the system has some; None for its default."""
+        settled = self.settled(question, source)
+        return None if settled is None else deepspeed.bucket(row, settled)
+
+    def settled(self, question: Question, source: ModelSource) -> ZeroConfig | None:
+        """A job's own settings, if the system has any, as they are for that model."""
+        return None if self.settings is None else self.settings(question, source)
 
 
 def wire_name(dtype: DType) -> str:
@@ -170,7 +183,11 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     GRADS: Rules(padding="2N", all_reduce=True, bucket=DEEPSPEED_BUCKET),
                     PARAMS: Rules(padding="each", bucket=DEEPSPEED_BUCKET),
                 },
-                (
+                scheme=deepspeed.DeepSpeed,
+                collectives=Library,
+                frees=True,
+                settings=deepspeed.settings,
+                why=(
                     "Mixed precision with Adam takes the paper's 16 bytes per parameter.",
                     "Stages 1 and 2 all-reduce gradients where a reduce-scatter would do, and then gather parameters: "
                     "three halves of what data parallel sends (measured with DeepSpeed 0.19.8 at its defaults).",
@@ -179,12 +196,17 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "each parameter to N.",
                     "From stage 2 on gradients are collected in a bucket of reduce_bucket_size, 5e8 elements unless "
                     "told otherwise, which is allocated in full however small the model is.",
+                    "The optimizer gets its gradients copied into one tensor and cast to fp32: 2 + 4 bytes for each "
+                    "element of a sub-group (sub_group_size, 1e9), of a rank's whole share below stage 3.",
+                    "Stage 3 keeps parameters of up to stage3_param_persistence_threshold elements (1e5) whole, those "
+                    "that are used again within stage3_max_reuse_distance (1e9), and prefetches up to "
+                    "stage3_max_live_parameters (1e9). A tied embedding is whole until the first update (zero.Init).",
                 ),
-                (
-                    "Stage 3 keeps parameters of up to 1e5 elements whole, and gathered ones for reuse within "
-                    "stage3_max_live_parameters; here every layer is released after use.",
+                left_out=(
                     "Stage 1 takes the bucket too while it reduces, if contiguous_gradients is on; here it takes none.",
-                    "The optimizer's fp32 copy of the gradients is made in pieces and is a register here.",
+                    "Stages 1 and 2 free gradients after the update; here they are kept, as in the published formulas.",
+                    "Stage 3 fetches a module's own parameters at a time and copies them out of one buffer where they "
+                    "are several; here a block is fetched whole, and not copied.",
                 ),
             ),
             Convention(

@@ -66,20 +66,19 @@ class Runner:
         }
         if question.wire is not None:  # one dtype was asked for, for all that is sent
             asked.setdefault("wire_params", None)
-        if question.bucket is not None and not self._beside(row):
+        if question.bucket is not None and not self.convention.of(row).bucket:
             asked["bucket"] = question.bucket
         base = self.convention.options(row, question.precision)
         chosen = recipes.options(
             base, self.precision, question.optimizer,
             in_backward=question.optimizer_in_backward, set_to_none=self.convention.set_to_none,
-            foreach=self.convention.foreach,
+            foreach=self.convention.foreach, settings=self.convention.settled(question, self.source),
         )  # fmt: skip
         return replace(chosen, **asked, accumulate=question.micro_batches(ranks, micro_batch))
 
     def _beside(self, row: Stage) -> dict[Band, int]:
         """What the convention holds beside the states, elements by band; there a bucket's size is its own."""
-        bucket = self.question.bucket
-        return self.convention.beside(row, bucket if isinstance(bucket, int) else None)
+        return self.convention.beside(row, self.convention.bucket(row, self.question, self.source))
 
     def working(self, row: Stage) -> DType:
         """The dtype that forward and backward read parameters in."""
