@@ -155,7 +155,7 @@ def plan(
     node_size: int | None = None,
     inputs: Callable[[int, int | None], Any] | None = None,
     wrap: Any = None,
-    loss: Callable[[Any, Any], Any] | Literal["fp32", "bf16", "chunked", "fused"] = "fp32",
+    loss: Callable[[Any, Any], Any] | Literal["fp32", "bf16", "chunked", "fused", "fp32-kept"] = "fp32",
     target: Callable[[int, int | None], Any] | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Planned:
@@ -171,7 +171,8 @@ def plan(
     * ``precision``, ``wire``, ``wire_params``, ``sync``, ``bucket``, ``prefetch``: by default the convention's.
     * ``efficiency``, ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``),
       ``latency`` and ``node_latency`` (µs a hop), ``node_size``: for the time's bound, by default the card's.
-    * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
+    * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing,
+      or in fp32 of fp32 logits that the loop keeps until after the backward (``"fp32-kept"``);
       ``kv``: keys and values that heads share are kept once, or a copy for each head;
       ``attention``: the kernel of Megatron's own layer, under its convention; ``zero``: DeepSpeed's
       ``zero_optimization``, under its, as in ``{"sub_group_size": 1e9}``.

@@ -123,8 +123,9 @@ class Rate(click.ParamType[int]):
     help="Rows of a step on all GPUs; how many micro-batches it takes follows.",
 )  # fmt: skip
 @click.option(
-    "--loss", type=click.Choice(["fp32", "bf16", "chunked", "fused"]), default="fp32", show_default=True,
-    help="Cross entropy: in fp32, in the logits' bf16, in fp32 by 8 chunks, or in one kernel that keeps nothing.",
+    "--loss", type=click.Choice(["fp32", "bf16", "chunked", "fused", "fp32-kept"]), default="fp32", show_default=True,
+    help="Cross entropy: in fp32, in the logits' bf16, in fp32 by 8 chunks, or in one kernel that keeps nothing; "
+    "fp32-kept: in fp32, of fp32 logits that the loop keeps until after the backward.",
 )  # fmt: skip
 @click.option(
     "--kv", type=click.Choice(["grouped", "expanded"]), default="grouped", show_default=True,

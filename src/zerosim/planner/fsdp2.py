@@ -167,6 +167,8 @@ class Reducing(Gradients):
         self._reducing: list[Array] = []  # the buffers of the last reduction
 
     def written(self, layer: Layer, *, last: bool) -> list[Bucket]:
+        if not self._row.grads:  # on one rank they are written where they are kept
+            return super().written(layer, last=last)
         self._sum(layer)
         if not (self._each or last):
             return []
