@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zerosim.planner.hf_inputs import Kept
 
 
-class EncoderBlock(nn.Module):
+class EncoderBlock(nn.Module):  # type: ignore[misc]
     """torch's MultiheadAttention and a feed-forward of four widths, each added and then normed."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -27,7 +27,7 @@ class EncoderBlock(nn.Module):
         return self.norm2(x + self.ff(x))
 
 
-class Encoder(nn.Module):
+class Encoder(nn.Module):  # type: ignore[misc]
     """The model of DeepSpeedExamples' training/bf16_master_weight/train.py: learned positions, a head with a bias."""
 
     def __init__(self, words: int, width: int, layers: int, heads: int, length: int) -> None:
@@ -44,7 +44,7 @@ class Encoder(nn.Module):
         return self.output_proj(x)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.Module):  # type: ignore[misc]
     """litgpt's, in single steps and in fp32."""
 
     def __init__(self, width: int) -> None:
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
-class LitBlock(nn.Module):
+class LitBlock(nn.Module):  # type: ignore[misc]
     """litgpt's block of Llama 2: one product for queries, keys and values, of which values stay a view."""
 
     def __init__(self, width: int, heads: int, feed_forward: int) -> None:
@@ -90,7 +90,7 @@ class LitBlock(nn.Module):
         return torch.cat((turned, x[..., x.shape[-1] :]), dim=-1)
 
 
-class LitLlama(nn.Module):
+class LitLlama(nn.Module):  # type: ignore[misc]
     """litgpt's Llama 2."""
 
     def __init__(self, words: int, width: int, layers: int, heads: int, feed_forward: int) -> None:

@@ -51,7 +51,12 @@ class Stack(ModelSource):
         return Prepared(model, model.batch(rows // workload.rows))
 
 
-NONE = {"param_persistence_threshold": 0, "max_reuse_distance": 0, "prefetch_bucket_size": 0, "reduce_bucket_size": 1}
+NONE: dict[str, Any] = {
+    "param_persistence_threshold": 0,
+    "max_reuse_distance": 0,
+    "prefetch_bucket_size": 0,
+    "reduce_bucket_size": 1,
+}
 
 
 def run(row: Any = ZeRO3, source: ModelSource | None = None, **zero: Any) -> StepRun:
@@ -152,7 +157,7 @@ def test_gradients_come_one_by_one_into_a_bucket() -> None:
 
 def test_auto_is_what_the_trainer_makes_of_it() -> None:
     """h², 0.9 h² and 10 h; without a width it is refused."""
-    auto = dict.fromkeys(job_config.AUTO, "auto")
+    auto: dict[str, Any] = dict.fromkeys(job_config.AUTO, "auto")
     question = Question(model="x", asked=[N], gpus=[N], rows=[ZeRO3], convention="deepspeed", zero=ZeroConfig(**auto))
     h = 7168  # bigscience's: its log has 5.138022e+07, 4.624220e+07 and 7.168000e+04
     found = deepspeed.settings(question, Stack(width=h))

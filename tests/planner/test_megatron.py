@@ -13,6 +13,7 @@ from zerosim.planner.megatron import TYPES
 from zerosim.planner.runner import Runner, StepRun
 from zerosim.records.plan import Finetuning, Question
 from zerosim.schemes import DP, ZeRO1
+from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 pytest.importorskip("transformers")
 CONFIGS = Path(__file__).parent / "configs"
@@ -35,6 +36,13 @@ def run(path: Path, row: Any = DP, ranks: int = 1, **options: Any) -> tuple[Step
     return runner.run(row, ranks), runner
 
 
+def shapes_of(runner: Runner) -> ModelShapes:
+    """What was measured of the model."""
+    model = runner.prepare(DP).model
+    assert isinstance(model, ShapeModel)
+    return model.shapes
+
+
 def written(folder: Path, **values: Any) -> Path:
     """The small GPT's configuration as a file, with other values."""
     path = folder / "gpt.json"
@@ -54,7 +62,7 @@ def test_what_a_layer_keeps(tmp_path: Path, attention: str, kept: int) -> None:
     """sbh(34 + 5as/h) with scores, 34 sbh without, and the norms' statistics: measured, the source has no such sum."""
     path = written(tmp_path)
     _, runner = run(path, attention=attention, sequence=S, micro_batch=B)
-    shapes = runner.prepare(DP).model.shapes
+    shapes = shapes_of(runner)
     layers = [unit for unit in shapes.units if unit.name.startswith("layers")]
     assert {unit.activation_bytes for unit in layers} == {kept + STATISTICS}
     assert len(layers) == LAYERS
@@ -63,7 +71,7 @@ def test_what_a_layer_keeps(tmp_path: Path, attention: str, kept: int) -> None:
 def test_recomputed_layers_keep_their_input(tmp_path: Path) -> None:
     """2 sbh a layer."""
     _, runner = run(written(tmp_path), checkpoint="full", sequence=S, micro_batch=B)
-    layers = [unit for unit in runner.prepare(DP).model.shapes.units if unit.name.startswith("layers")]
+    layers = [unit for unit in shapes_of(runner).units if unit.name.startswith("layers")]
     assert {unit.activation_bytes for unit in layers} == {2 * SBH}
 
 
@@ -75,14 +83,14 @@ def test_the_loss_takes_six_bytes_a_logit(tmp_path: Path) -> None:
     growth = found.peak.total - sum(found.resident.values())
     assert found.peak.unit == "loss"
     assert 0 <= growth - 6 * logits < 60 * SBH
-    assert runner.prepare(DP).model.shapes.loss.saved[0].nbytes >= 4 * logits
+    assert shapes_of(runner).loss.saved[0].nbytes >= 4 * logits
 
 
 def test_without_dropout_no_masks(tmp_path: Path) -> None:
     """A byte for each element of two masks less, and of the scores' 5 bytes one for the mask and two for a copy."""
     path = written(tmp_path, attn_pdrop=0.0, resid_pdrop=0.0)
     _, runner = run(path, attention="unfused", sequence=S, micro_batch=B)
-    layer = runner.prepare(DP).model.shapes.units[1]
+    layer = shapes_of(runner).units[1]
     assert layer.activation_bytes == 32 * SBH + 2 * A * S * S * B + STATISTICS
 
 
@@ -102,7 +110,7 @@ def test_shared_keys_and_values_are_kept_once_unless_scores_are(tmp_path: Path) 
     path = tmp_path / "qwen.json"
     path.write_text(json.dumps(values))
     kept = {
-        (attention, kv): run(path, attention=attention, kv=kv, sequence=64)[1].prepare(DP).model.shapes.units[1]
+        (attention, kv): shapes_of(run(path, attention=attention, kv=kv, sequence=64)[1]).units[1]
         for attention in ("flash", "unfused")
         for kv in ("grouped", "expanded")
     }

@@ -13,7 +13,7 @@ they are from the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -30,7 +30,7 @@ from zerosim.schemes import Scheme
 from zerosim.stages import Stage
 from zerosim.updates import Update
 
-_BY_WIDTH = {
+_BY_WIDTH: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda h: h * h,
     "prefetch_bucket_size": lambda h: int(0.9 * h * h),
     "param_persistence_threshold": lambda h: 10 * h,
@@ -54,7 +54,7 @@ def settings(question: Question, source: ModelSource) -> ZeroConfig:
         )
     if isinstance(question.bucket, int):
         values["reduce_bucket_size"] = question.bucket
-    return ZeroConfig(**values | {name: _BY_WIDTH[name](width) for name in auto})
+    return ZeroConfig(**values | {name: _BY_WIDTH[name](width or 0) for name in auto})
 
 
 def bucket(row: Stage, chosen: ZeroConfig) -> int:

@@ -74,7 +74,8 @@ class Question(Record):
     sizes are shown in GiB. ``global_batch`` is the rows of a step on all ranks, from which ``accumulate``
     follows. ``optimizer_in_backward``: each unit's update is made as soon as its gradients are there, which are
     then freed. ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
-    keeps nothing; or in fp32 of logits that the loop keeps in fp32 until after the backward. ``kv``: whether keys and values are kept once for the heads that share them, or for each.
+    keeps nothing; or in fp32 of logits that the loop keeps in fp32 until after the backward. ``kv``: whether keys and
+    values are kept once for the heads that share them, or for each.
     ``zero`` are DeepSpeed's settings, under its convention. ``attention`` is the kernel that Megatron's own layer has,
     by the names of its ``--attention-backend``.
     """
