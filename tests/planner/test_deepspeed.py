@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from zerosim.planner import deepspeed, job_config, models
+from zerosim.options import Options
+from zerosim.planner import deepspeed, job_config, models, recipes
+from zerosim.planner.fsdp2 import Library
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.planner.runner import Runner, StepRun
 from zerosim.records.plan import Question, ZeroConfig
-from zerosim.schemes import ZeRO2, ZeRO3
+from zerosim.schemes import Scheme, ZeRO2, ZeRO3
+from zerosim.stages import HPZ, HSDP, Infinity, Offload2, ZeRO3Kept
+from zerosim.worlds.dry import DryRing
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, ShapeModel, Tensor, UnitShapes
 
 N = 4
@@ -194,3 +199,30 @@ def test_settings_that_are_no_numbers_are_refused(wrong: Any) -> None:
     """With the key, and what it was."""
     with pytest.raises(ValueError, match=r"zero_optimization.sub_group_size is a number of elements"):
         job_config.zero_settings({"sub_group_size": wrong})
+
+
+@pytest.mark.parametrize("row", [HSDP, HPZ, ZeRO3Kept, Infinity, Offload2])
+def test_rows_that_are_no_stage_3_follow_the_schedule(row: Any) -> None:
+    """With groups, with copies that are kept, with states on the host, which copies no gradients here."""
+    options = recipes.options(Options(padding="each", node=2), "mixed", "adam", settings=ZeroConfig(**NONE))
+    model = ShapeModel(Stack(tied=False).shapes, frees=True)
+    ran = [made(row, model, N, options, ring=DryRing(N), collectives=Library) for made in (Scheme, deepspeed.DeepSpeed)]
+    for scheme in ran:
+        scheme.step(model.batch())
+    plain, own = (scheme.reports[-1] for scheme in ran)
+    assert own.resident == plain.resident
+    assert {key: each.sent.max() for key, each in own.traffic.items()} == {
+        key: each.sent.max() for key, each in plain.traffic.items()
+    }
+    assert any(event.name == "main grads" for event in own.events) == ("optimizer" not in row.offload)
+
+
+def test_accumulated_gradients_are_there_whole_if_they_are_reduced_at_the_end() -> None:
+    """And one by one where they are reduced each time."""
+    question = Question(
+        model="stack", asked=[N], gpus=[N], rows=[ZeRO3], convention="deepspeed", zero=ZeroConfig(**NONE), accumulate=2
+    )
+    source = Stack(tied=False)
+    each, end = (Runner(source, msgspec.structs.replace(question, sync=sync)).run(ZeRO3, N) for sync in ("each", "end"))
+    assert most(each, "unreduced grads", 2) == MATRIX + MATRIX // N + SMALL // N  # and the average of the second time
+    assert most(end, "unreduced grads", 2) >= P + TIED

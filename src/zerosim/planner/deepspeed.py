@@ -27,7 +27,7 @@ from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import PlannedOptions
 from zerosim.records.plan import Question, ZeroConfig
 from zerosim.schemes import Scheme
-from zerosim.stages import Stage
+from zerosim.stages import Over, Stage
 from zerosim.updates import Update
 
 _BY_WIDTH: Mapping[str, Callable[[int], int]] = {
@@ -68,6 +68,11 @@ def _of(options: Any) -> Any:
     return options.settings
 
 
+def _stage_3(row: Stage) -> bool:
+    """Whether these are the rules: parameters on the cards, sharded over all, and released after use."""
+    return row.params is Over.ALL and not row.two_axes and row.reshard_after_forward is True and not row.offload
+
+
 def _elements(group: Group) -> list[int]:
     """Of each parameter of a group."""
     return [prod(shape) for shape in group.shapes]
@@ -77,10 +82,10 @@ class Coordinating(Parameters):
     """Parameters that are fetched ahead, kept where they are used again soon, and whole at all times if small."""
 
     def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
-        self._settings, self._order = _of(options), list(layers)
+        self._settings, self._stage_3 = _of(options), _stage_3(row)
         super().__init__(row, buckets, layers, comms, ranks, options)
         self._standing: dict[Group, Array] = {}  # what is whole of a group also when nothing computes
-        if row.params:
+        if self._stage_3:
             users = [group for layer in layers for group in layer.groups if group.role is not Role.BUFFER]
             for group in dict.fromkeys(group for group in users if users.count(group) > 1):
                 self._stand(group, buckets[group].padded)  # zero.Init leaves tied parameters whole
@@ -111,11 +116,15 @@ class Coordinating(Parameters):
 
     def step_done(self) -> None:
         """``_post_step``: small parameters are gathered again."""
-        if self._row.params:
+        if self._stage_3:
             self._stand_small()
 
     @contextmanager
     def for_pass(self, layers: Sequence[Layer], *, backward: bool) -> Iterator[None]:
+        if not self._stage_3:
+            with super().for_pass(layers, backward=backward):
+                yield
+            return
         self._backward = backward
         yield
         self._free_coming()
@@ -124,13 +133,17 @@ class Coordinating(Parameters):
 
     @contextmanager
     def of(self, layers: Sequence[Layer], index: int) -> Iterator[Flat]:
+        if not self._stage_3:
+            with super().of(layers, index) as given:
+                yield given
+            return
         layer = layers[index]
         self._free_coming()
         self._fetch([layer])
         self._prefetch(layers[index + 1 :] if self._backward else [*layers[index + 1 :], *layers[::-1]])
         flats = [self._flat(group) for group in layer.groups]
         yield flats[0] if len(flats) == 1 else flats
-        if self._row.params and (self._backward or not self._used_again_soon(layers, index)):
+        if self._backward or not self._used_again_soon(layers, index):
             self._release(layer.groups, ())
 
     def _used_again_soon(self, layers: Sequence[Layer], index: int) -> bool:
@@ -146,7 +159,7 @@ class Coordinating(Parameters):
 
     def _prefetch(self, coming: Sequence[Layer]) -> None:
         """``fetch_sub_module``: what comes next is there too, as far as ``max_live_parameters`` allow."""
-        if not self._row.params or not self._settings.prefetch_bucket_size:
+        if not self._settings.prefetch_bucket_size:
             return
         room = self._settings.max_live_parameters - sum(self._buckets[group].size for group in self._full)
         wanted = 0
@@ -166,11 +179,14 @@ class Coordinating(Parameters):
 
     def _flat(self, group: Group) -> Array:
         found = super()._flat(group)
-        if not self._row.params or group.role is Role.BUFFER:
+        if not self._stage_3 or group.role is Role.BUFFER:
             return found
         return self._all.ring.empty((len(self._ranks.ids), self._buckets[group].padded), found.dtype)  # a register
 
     def _fetch_group(self, group: Group) -> None:
+        if not self._stage_3:
+            super()._fetch_group(group)
+            return
         bucket, standing = self._buckets[group], self._standing.get(group)
         there = 0 if standing is None else standing.shape[1]
         if standing is not None and there == bucket.padded:
@@ -181,6 +197,9 @@ class Coordinating(Parameters):
         self._gather(self._all, bucket, full, bucket.states[Band.PARAMS][:, there // self._all.ring.size :])
 
     def _release(self, groups: Sequence[Group], done: Sequence[Group]) -> None:
+        if not self._stage_3:
+            super()._release(groups, done)
+            return
         for group in groups:
             full = self._full.pop(group, None)
             if full is not None and full is not self._standing.get(group):
@@ -191,20 +210,20 @@ class Bucketing(Gradients):
     """Under stage 3, gradients that go into a bucket one by one, and are copied once more as it is reduced."""
 
     def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
-        self._settings = _of(options)
+        self._settings, self._stage_3 = _of(options), _stage_3(row)
         users = [group for layer in layers for group in layer.groups]
         self._tied = {group for group in users if users.count(group) > 1}  # autograd adds theirs first
         super().__init__(row, buckets, layers, comms, ranks, options)
 
     def _room(self, bucket: Bucket) -> Array:
-        if not self._row.params or bucket.group in self._tied:
+        if not self._stage_3 or not self._each or bucket.group in self._tied:
             return super()._room(bucket)
         largest = self._ranks.hold(Band.UNREDUCED, (max(_elements(bucket.group)),), bucket.name)
         self._local[bucket.group] = largest
         return self._register(bucket, largest.dtype)
 
     def _reduce(self, bucket: Bucket, full: Array, *, last: bool) -> None:
-        if not self._row.params:
+        if not self._stage_3:
             super()._reduce(bucket, full, last=last)
             return
         sizes = _elements(bucket.group)
@@ -217,7 +236,7 @@ class Bucketing(Gradients):
             self._ranks.free(array)
 
     def _spent(self, full: Array) -> None:
-        if not self._row.params:  # there it is a register
+        if not self._stage_3:  # there it is a register
             super()._spent(full)
 
     def _register(self, bucket: Bucket, dtype: Any) -> Array:
@@ -233,7 +252,7 @@ class Stepping(Update):
         assert isinstance(parameters, Coordinating), "these rules are a plan's"
         parameters.partition_all()
         copies = []
-        if buckets is None and self._row.optimizer:
+        if buckets is None and self._row.optimizer and "optimizer" not in self._row.offload:
             grads, largest = self._ranks.dtypes[Band.GRADS], self._sub_group()
             copies.append(self._ranks.hold(Band.BLOCKS, (largest,), "sub-group", grads))
             master = self._ranks.dtypes[Band.MASTER if options.recipe.master else Band.PARAMS]
