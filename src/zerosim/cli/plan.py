@@ -82,10 +82,7 @@ class Rate(click.ParamType[int]):
     "--wire", type=click.Choice(list(WIRES)), default=None, help="What travels as.  [default: the convention's]"
 )
 @click.option(
-    "--wire-params",
-    type=click.Choice(list(WIRES)),
-    default=None,
-    help="What parameters travel as, if as something else.",
+    "--wire-params", type=click.Choice(list(WIRES)), default=None, help="What parameters travel as, if something else."
 )
 @click.option(
     "--micro-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows per rank at a time."
@@ -108,12 +105,9 @@ class Rate(click.ParamType[int]):
 )  # fmt: skip
 @click.option("--prefetch", type=click.IntRange(min=0), default=None, help="Units that ZeRO-3 gathers ahead.")
 @click.option(
-    "--optimizer",
-    type=click.Choice(["adam", "adamw", "adam8bit", "sgd", "momentum"]),
-    default="adam",
-    show_default=True,
-    help="What is kept; adam8bit: a byte for each moment, and an fp32 scale for each 256.",
-)
+    "--optimizer", type=click.Choice(["adam", "adamw", "adam8bit", "sgd", "momentum"]), default="adam",
+    show_default=True, help="What is kept; adam8bit: a byte for each moment, and an fp32 scale for each 256.",
+)  # fmt: skip
 @click.option(
     "--optimizer-in-backward", is_flag=True,
     help="Update each unit as soon as its gradients are there, and free them.",
