@@ -56,6 +56,31 @@ def test_a_ds_config_says_stage_precision_batch_and_bucket(ds_config: Any) -> No
     assert (over["micro_batch"], over["rows"][0]["name"]) == (5, "ZeRO-3")
 
 
+def test_a_ds_config_s_sizes_are_settings_of_the_plan(ds_config: Any) -> None:
+    """As they are written, 5e7 too; what follows from the width is noted apart from what is left to defaults."""
+    path = ds_config(
+        bf16={"enabled": "auto", "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        zero_optimization={
+            "stage": 3, "reduce_bucket_size": 5e7, "stage3_param_persistence_threshold": 0, "sub_group_size": 1e9,
+            "stage3_max_live_parameters": 3e8,
+        },
+    )  # fmt: skip
+    found = asked("--gpus", "4", "--config", path)
+    assert (found["bucket"], found["precision"]) == (50_000_000, "bf16-master")
+    sizes = {name: found["zero"][name] for name in ("param_persistence_threshold", "max_live_parameters")}
+    assert sizes == {"param_persistence_threshold": 0, "max_live_parameters": 300_000_000}
+    only = ds_config(bf16={"enabled": True, "bf16_optimizer_states": True})
+    assert asked("--gpus", "4", "--config", only)["precision"] == "bf16-moments"
+    auto = job_config.read(
+        Path(ds_config(zero_optimization={"stage": 3, "reduce_bucket_size": "auto"}, train_batch_size="auto"))
+    )
+    assert auto.options["zero"].reduce_bucket_size == "auto"
+    assert ["reduce_bucket_size: what transformers" in note for note in auto.notes] == [True, False]
+    wrong = run("--gpus", "4", "--config", ds_config(zero_optimization={"stage": 3, "sub_group_size": "many"}))
+    assert wrong.exit_code == 2
+    assert "zero_optimization.sub_group_size is a number of elements" in " ".join(wrong.output.split())
+
+
 def test_accelerate_s_yaml_says_how_many_gpus_and_which_system(tmp_path: Path) -> None:
     """FSDP with checkpointing is fsdp2's ZeRO-3; MULTI_GPU is data parallel, under autocast in bf16."""
     pytest.importorskip("yaml")

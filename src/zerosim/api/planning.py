@@ -10,7 +10,7 @@ import html
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ import msgspec
 
 from zerosim.api.models import is_module
 from zerosim.model import MLP
-from zerosim.planner import cards, conventions, question
+from zerosim.planner import cards, conventions, job_config, question
 from zerosim.planner import models as sources
 from zerosim.planner import plan as planner
 from zerosim.planner.model_source import ModelSource, Perceptron
@@ -148,6 +148,8 @@ def plan(
     set_to_none: bool = True,
     bucket_view: bool = False,
     kv: Literal["grouped", "expanded"] = "grouped",
+    attention: Literal["flash", "fused", "unfused"] = "flash",
+    zero: Mapping[str, Any] | None = None,
     lora: int | None = None,
     targets: Sequence[str] = ("all-linear",),
     other_parts: Literal["frozen", "left out", "trained"] = "frozen",
@@ -162,7 +164,7 @@ def plan(
     node_size: int | None = None,
     inputs: Callable[[int, int | None], Any] | None = None,
     wrap: Any = None,
-    loss: Callable[[Any, Any], Any] | Literal["fp32", "bf16", "chunked", "fused"] = "fp32",
+    loss: Callable[[Any, Any], Any] | Literal["fp32", "bf16", "chunked", "fused", "fp32-kept"] = "fp32",
     target: Callable[[int, int | None], Any] | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Planned:
@@ -183,8 +185,11 @@ def plan(
     * ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``), ``latency`` and
       ``node_latency`` (µs a hop), ``node_size``: for the time, by default the card's. ``efficiency``: the part of the
       peak that your own runs reach, for the time's estimate; by default what published runs reach.
-    * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing;
-      ``kv``: keys and values that heads share are kept once, or a copy for each head.
+    * ``loss``: the cross entropy in fp32, in the logits' bf16, in fp32 by chunks, or in one kernel that keeps nothing,
+      or in fp32 of fp32 logits that the loop keeps until after the backward (``"fp32-kept"``);
+      ``kv``: keys and values that heads share are kept once, or a copy for each head;
+      ``attention``: the kernel of Megatron's own layer, under its convention; ``zero``: DeepSpeed's
+      ``zero_optimization``, under its, as in ``{"sub_group_size": 1e9}``.
     * ``lora``: train adapters of that rank beside the linear layers named in ``targets``, and freeze all else;
       ``other_parts``: what becomes of what text does not reach, in a model of several kinds of input;
       ``frozen_dtype``: what is frozen is kept in 16 bits, or its matrices in 4 (``"nf4"``, ``"nf4-double"``).
@@ -244,6 +249,8 @@ def plan(
                 bucket_view=bucket_view,
                 loss="fp32" if callable(loss) else loss,
                 kv=kv,
+                attention=attention,
+                zero=job_config.zero_settings(zero or {}),
                 finetuning=Finetuning(
                     other_parts=other_parts,
                     lora=lora,

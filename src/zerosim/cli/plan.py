@@ -97,10 +97,7 @@ class Rate(click.ParamType[int]):
     "--wire", type=click.Choice(list(WIRES)), default=None, help="What travels as.  [default: the convention's]"
 )
 @click.option(
-    "--wire-params",
-    type=click.Choice(list(WIRES)),
-    default=None,
-    help="What parameters travel as, if as something else.",
+    "--wire-params", type=click.Choice(list(WIRES)), default=None, help="What parameters travel as, if something else."
 )
 @click.option(
     "--micro-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows per rank at a time."
@@ -123,12 +120,9 @@ class Rate(click.ParamType[int]):
 )  # fmt: skip
 @click.option("--prefetch", type=click.IntRange(min=0), default=None, help="Units that ZeRO-3 gathers ahead.")
 @click.option(
-    "--optimizer",
-    type=click.Choice(["adam", "adamw", "adam8bit", "sgd", "momentum"]),
-    default="adam",
-    show_default=True,
-    help="What is kept; adam8bit: a byte for each moment, and an fp32 scale for each 256.",
-)
+    "--optimizer", type=click.Choice(["adam", "adamw", "adam8bit", "sgd", "momentum"]), default="adam",
+    show_default=True, help="What is kept; adam8bit: a byte for each moment, and an fp32 scale for each 256.",
+)  # fmt: skip
 @click.option(
     "--optimizer-in-backward", is_flag=True,
     help="Update each unit as soon as its gradients are there, and free them.",
@@ -145,12 +139,17 @@ class Rate(click.ParamType[int]):
     help="Rows of a step on all GPUs; how many micro-batches it takes follows.",
 )  # fmt: skip
 @click.option(
-    "--loss", type=click.Choice(["fp32", "bf16", "chunked", "fused"]), default="fp32", show_default=True,
-    help="Cross entropy: in fp32, in the logits' bf16, in fp32 by 8 chunks, or in one kernel that keeps nothing.",
+    "--loss", type=click.Choice(["fp32", "bf16", "chunked", "fused", "fp32-kept"]), default="fp32", show_default=True,
+    help="Cross entropy: in fp32, in the logits' bf16, in fp32 by 8 chunks, or in one kernel that keeps nothing; "
+    "fp32-kept: in fp32, of fp32 logits that the loop keeps until after the backward.",
 )  # fmt: skip
 @click.option(
     "--kv", type=click.Choice(["grouped", "expanded"]), default="grouped", show_default=True,
     help="Keys and values that heads share: kept once, or expanded to a copy for each head.",
+)  # fmt: skip
+@click.option(
+    "--attention", type=click.Choice(["flash", "fused", "unfused"]), default="flash", show_default=True,
+    help="Kernel of Megatron's own layer (--convention megatron), as its --attention-backend has it.",
 )  # fmt: skip
 @click.option(
     "--lora", default=None, metavar="r=8,targets=NAME,...",

@@ -58,6 +58,13 @@ class ConfigSource(ModelSource):
         return f"{self._label} ({self.facts.name})"
 
     @property
+    def width(self) -> int | None:  # type: ignore[override]
+        """Of the hidden states, as the configuration calls it."""
+        parts = [self._values, self._values.get("text_config") or {}]
+        names = ("hidden_size", "n_embd", "d_model")
+        return next((part[name] for part in parts for name in names if isinstance(part.get(name), int)), None)
+
+    @property
     def sequence(self) -> int | None:
         """The length of a row unless told otherwise."""
         facts = self.facts

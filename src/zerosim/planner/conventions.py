@@ -7,7 +7,7 @@ convention answers with ``Options`` and with what is held beside the model state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -15,10 +15,11 @@ from typing import Literal
 from zerosim.bands import PRECISIONS, WIRES, Band, DType
 from zerosim.comm import Comm
 from zerosim.options import Options, Padding
-from zerosim.planner import recipes
+from zerosim.planner import deepspeed, megatron, recipes
 from zerosim.planner.fsdp2 import DDP, FSDP2, Library
+from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import RECIPES
-from zerosim.records.plan import Question
+from zerosim.records.plan import Question, ZeroConfig
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO3
 from zerosim.stages import HPZ, HSDP, ZeRO3Kept
 from zerosim.util.arguments import one_of
@@ -61,8 +62,9 @@ class Convention:
     ``precision`` is its default; ``rules`` those of each kind of row that it has, by what is sharded; ``shown`` the
     rows that a plan has unless told otherwise, and ``others`` those that are looked at where these do not do;
     ``left_out`` what the system does that is not counted. A step is run by ``scheme`` with its ``collectives``;
-    ``set_to_none`` and ``foreach`` are as in ``recipes.PlannedOptions``, ``frees`` as in a ``Workload``. ValueError
-    for a precision that there is not.
+    ``set_to_none`` and ``foreach`` are as in ``recipes.PlannedOptions``, ``frees`` as in a ``Workload``. ``layers``:
+    what makes of a model the same one with the system's own layers, if it has any, and an attention of that name;
+    ``settings`` what resolves a job's own settings, if it has any. ValueError for a precision that there is not.
 
     >>> from zerosim.schemes import ZeRO3
     >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
@@ -82,6 +84,8 @@ class Convention:
     set_to_none: bool = False
     foreach: bool = False
     frees: bool = False
+    layers: Callable[[ModelSource, str], ModelSource] | None = None
+    settings: Callable[[Question, ModelSource], ZeroConfig] | None = None
 
     def __post_init__(self) -> None:
         one_of(f"Convention {self.name!r}", "precision", self.precision, PRECISIONS)
@@ -110,6 +114,20 @@ class Convention:
     def precision_of(self, row: Stage, precision: str | None = None) -> str:
         """The recipe that ``row`` runs with: ``precision``, or the row's own, or else the convention's."""
         return precision or self.of(row).precision or self.precision
+
+    def source(self, given: ModelSource, attention: str) -> ModelSource:
+        """What a plan is made of: the model as it is given, or with the system's own layers.
+
+        ValueError for an attention that is chosen where the model's own runs.
+        """
+        if self.layers is not None:
+            return self.layers(given, attention)
+        if attention != "flash":
+            raise ValueError(
+                f"plan(attention): it says which kernel Megatron's own layer has, and under {self.name} the model's "
+                f"own runs; got {attention!r}. Use --convention megatron, or leave --attention out."
+            )
+        return given
 
     def of(self, row: Stage) -> Rules:
         """The rules for ``row``. ValueError, with the rows that there are, for one that the system has not."""
@@ -146,7 +164,17 @@ class Convention:
         bucket = self.of(row).bucket
         if bucket == "all trained":
             return {Band.BUCKET: trained}
-        return {} if bucket is None else {Band.BUCKET: bucket if elements is None else elements}
+        size = bucket if elements is None else elements
+        return {Band.BUCKET: size} if bucket and size else {}
+
+    def bucket(self, row: Stage, question: Question, source: ModelSource) -> int | None:
+        """The elements of a bucket, by the job's settings where the system has some; None for its default."""
+        settled = self.settled(question, source)
+        return None if settled is None else deepspeed.bucket(row, settled)
+
+    def settled(self, question: Question, source: ModelSource) -> ZeroConfig | None:
+        """A job's own settings, if the system has any, as they are for that model."""
+        return None if self.settings is None else self.settings(question, source)
 
 
 def wire_name(dtype: DType) -> str:
@@ -185,7 +213,11 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     GRADS: Rules(padding="2N", all_reduce=True, bucket=DEEPSPEED_BUCKET),
                     PARAMS: Rules(padding="each", bucket=DEEPSPEED_BUCKET),
                 },
-                (
+                scheme=deepspeed.DeepSpeed,
+                collectives=Library,
+                frees=True,
+                settings=deepspeed.settings,
+                why=(
                     "Mixed precision with Adam takes the paper's 16 bytes per parameter.",
                     "Stages 1 and 2 all-reduce gradients where a reduce-scatter would do, and then gather parameters: "
                     "three halves of what data parallel sends (measured with DeepSpeed 0.19.8 at its defaults).",
@@ -194,12 +226,17 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "each parameter to N.",
                     "From stage 2 on gradients are collected in a bucket of reduce_bucket_size, 5e8 elements unless "
                     "told otherwise, which is allocated in full however small the model is.",
+                    "The optimizer gets its gradients copied into one tensor and cast to fp32: 2 + 4 bytes for each "
+                    "element of a sub-group (sub_group_size, 1e9), of a rank's whole share below stage 3.",
+                    "Stage 3 keeps parameters of up to stage3_param_persistence_threshold elements (1e5) whole, those "
+                    "that are used again within stage3_max_reuse_distance (1e9), and prefetches up to "
+                    "stage3_max_live_parameters (1e9). A tied embedding is whole until the first update (zero.Init).",
                 ),
-                (
-                    "Stage 3 keeps parameters of up to 1e5 elements whole, and gathered ones for reuse within "
-                    "stage3_max_live_parameters; here every layer is released after use.",
+                left_out=(
                     "Stage 1 takes the bucket too while it reduces, if contiguous_gradients is on; here it takes none.",
-                    "The optimizer's fp32 copy of the gradients is made in pieces and is a register here.",
+                    "Stages 1 and 2 free gradients after the update; here they are kept, as in the published formulas.",
+                    "Stage 3 fetches a module's own parameters at a time and copies them out of one buffer where they "
+                    "are several; here a block is fetched whole, and not copied.",
                 ),
             ),
             Convention(
@@ -239,7 +276,10 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 "Megatron's distributed optimizer",
                 "bf16-fp32-grads",
                 {NOTHING: _PLAIN, OPTIMIZER: _PLAIN},
-                (
+                collectives=Library,
+                frees=True,
+                layers=megatron.source,
+                why=(
                     "Gradients are accumulated and reduced in fp32 and in nothing else: 2 bytes of parameters, 4 of "
                     "gradients, 12 of the optimizer's, 18 in all and 6 + 12/N with the distributed optimizer; fp16 "
                     "gradients with fp32 main gradients make it 20 and 4 + 16/N (precision mixed-main-grads), all fp32 "
@@ -247,8 +287,17 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                     "The distributed optimizer is stage 1: it shards what is the optimizer's, and neither gradients "
                     "nor parameters.",
                     _TRAVEL,
+                    "The layer is Megatron's own: fused norms, bias and activation, bias, dropout and add. The loss "
+                    "takes 6 bytes per logit: 16 bits, and an fp32 copy that becomes softmax and gradient in place.",
                 ),
-                ("Its buffers are padded to multiples of 64 and 128 elements besides N.",),
+                left_out=(
+                    "Its buffers are padded to multiples of 64 and 128 elements besides N, and its vocabulary to one "
+                    "of 128: write the padded size into the configuration.",
+                    "Workspaces of cuBLAS and Transformer Engine: its recorded runs hold 68 to 101 MiB more than their "
+                    "states at rest.",
+                    "Without gradient accumulation fusion a parameter's 16-bit gradient is there until it is added to "
+                    "the fp32 one.",
+                ),
             ),
         )
     }

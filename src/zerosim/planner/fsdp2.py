@@ -40,10 +40,10 @@ class _Registers(Workspace):
     """Blocks that no allocator holds: what is in flight lies in buffers of the communication library's own."""
 
     def __init__(self, ring: Ring, dtype: DType, kernels: Kernels) -> None:
-        self._ring, self._kind, self.kernels, self.unit = ring, dtype, kernels, ""
+        self._ring, self._wire, self.kernels, self.unit = ring, dtype, kernels, ""
 
     def hold(self, *shape: int, dtype: DType | None = None) -> Array:
-        return self._ring.empty((len(self._ring.ids), *shape), dtype or self._kind)
+        return self._ring.empty((len(self._ring.ids), *shape), dtype or self._wire)
 
     def free(self, array: Array) -> None:
         pass
@@ -203,6 +203,8 @@ class Reducing(Accumulating):
         self._reducing: list[Array] = []  # the buffers of the last reduction
 
     def written(self, layer: Layer, *, last: bool) -> list[Bucket]:
+        if not self._row.grads:  # on one rank they are written where they are kept
+            return super().written(layer, last=last)
         self._added(layer)
         if not (self._each or last):
             return []

@@ -117,8 +117,24 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]
         return torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device), None
 
 
-def _cross_entropy(logits: Any, target: Any, kind: str) -> Any:
-    """The mean over [tokens, classes]: in ``"fp32"``, in the logits' own dtype (``"bf16"``), by chunks, or fused."""
+class Kept(torch.autograd.Function):  # type: ignore[misc]
+    """What comes in, kept until the backward, as by a loop that still has a name for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        """The same."""
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """The same."""
+        return grad
+
+
+def cross_entropy(logits: Any, target: Any, kind: str) -> Any:
+    """The mean over [tokens, classes]: in ``"fp32"``, in the logits' own dtype (``"bf16"``), by chunks, or fused;
+    ``"fp32-kept"`` of logits that are kept in fp32 until after the backward."""
     entropy = torch.nn.functional.cross_entropy
     if kind == "bf16":
         return entropy(logits, target)
@@ -127,7 +143,8 @@ def _cross_entropy(logits: Any, target: Any, kind: str) -> Any:
     if kind == "chunked":
         pieces = zip(logits.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)
         return sum(entropy(piece.float(), wanted, reduction="sum") for piece, wanted in pieces) / len(target)
-    return entropy(logits.float(), target)
+    wide = logits.float()
+    return entropy(Kept.apply(wide) if kind == "fp32-kept" else wide, target)
 
 
 def loss(output: Any, target: Any, *, kind: str = "fp32") -> Any:
@@ -137,7 +154,7 @@ def loss(output: Any, target: Any, *, kind: str = "fp32") -> Any:
     where there are neither, as in a base model, the mean square of the first of its outputs stands for one.
     """
     if (logits := _logits(output)) is not None:
-        return _cross_entropy(logits.flatten(0, -2), target.flatten(), kind)
+        return cross_entropy(logits.flatten(0, -2), target.flatten(), kind)
     if (start := getattr(output, "start_logits", None)) is not None and start.dim() == 2:
         ends = (start, output.end_logits)
         return sum(torch.nn.functional.cross_entropy(each.float(), target) for each in ends) / 2

@@ -5,11 +5,16 @@ Owns what is read from each, and what is refused. Must not know how a plan is ma
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from zerosim.records.plan import ZeroConfig
 
 INSTEAD = "What is planned are data parallel and ZeRO-1 to -3 over all N GPUs"
 PARALLEL = {
@@ -18,6 +23,9 @@ PARALLEL = {
     "context": ("cp_size", "sp_size", "sequence_parallel_size", "context_parallel_size"),
     "expert": ("ep_size", "expert_parallel_size", "moe_expert_parallel_size"),
 }
+
+
+AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")  # by the model's width
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,34 @@ def _refuse_parallel(values: Mapping[str, Any], path: Path, within: str = "") ->
 
 
 def _number(value: Any) -> int | None:
-    """A positive integer, or None for "auto" and what else says nothing."""
+    """A positive integer, also as 5e8, or None for "auto" and what else says nothing."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def zero_settings(zero: Mapping[str, Any], where: str = "zero_optimization") -> ZeroConfig:
+    """The sizes of a ``zero_optimization``; ValueError for one that is none."""
+    values: dict[str, Any] = {}
+    for name in ZeroConfig.__struct_fields__:
+        key = name if name in zero else f"stage3_{name}"
+        value = zero.get(key)
+        if isinstance(value, str) and value != "auto" and value.replace(".", "").replace("e+", "e").isalnum():
+            with contextlib.suppress(ValueError):
+                value = float(value)  # YAML's 5e8 is text
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None or (value == "auto" and name not in AUTO):
+            continue
+        values[name] = value
+        try:
+            msgspec.convert(values, ZeroConfig)
+        except msgspec.ValidationError as error:
+            raise ValueError(
+                f"plan(config): zero_optimization.{key} is a number of elements{' or auto' * (name in AUTO)}, or true "
+                f"or false where it is a switch; {where} has {value!r}. Correct it, or leave it out."
+            ) from error
+    return msgspec.convert(values, ZeroConfig)
 
 
 def _deepspeed(values: Mapping[str, Any], path: Path) -> JobConfig:
@@ -110,21 +144,37 @@ def _deepspeed(values: Mapping[str, Any], path: Path) -> JobConfig:
         {
             "convention": "deepspeed",
             "schemes": (str(stage),),
-            "precision": {"bf16": "bf16", "fp16": "mixed"}[half[0]] if half else "fp32",
+            "precision": _precision(values, half[0]) if half else "fp32",
             "micro_batch": _number(values.get("train_micro_batch_size_per_gpu")),
             "accumulate": _number(values.get("gradient_accumulation_steps")),
             "global_batch": _number(values.get("train_batch_size")),
             "bucket_elements": _number(zero.get("reduce_bucket_size")),
+            "zero": zero_settings(zero, path.name),
             "optimizer": known.get(optimizer),
         },
         _autos(values, path),
     )
 
 
+def _precision(values: Mapping[str, Any], half: str) -> str:
+    """The recipe: of bf16 also with master weights and gradients, and moments, in bf16 (DeepSpeed 0.18.3 and on)."""
+    if half == "fp16":
+        return "mixed"
+    low = [bool(values[half].get(name)) for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")]
+    return {(True, True): "bf16-master", (False, True): "bf16-moments"}.get((low[0], low[1]), "bf16")
+
+
 def _autos(values: Mapping[str, Any], path: Path) -> list[str]:
-    """A note on what the file leaves to its trainer."""
+    """Notes on what the file leaves to its trainer."""
     names = [key for key, value in _flat(values) if value == "auto"]
-    return [f"{path.name} leaves to its trainer, and the plan to its defaults: {', '.join(names)}"] if names else []
+    by_width = [name for name in names if name.split(".")[-1].removeprefix("stage3_") in AUTO]
+    rest = [name for name in names if name not in by_width]
+    notes = []
+    if by_width:
+        notes.append(f"{path.name} has 'auto' for {', '.join(by_width)}: what transformers' trainer makes of it")
+    if rest:
+        notes.append(f"{path.name} leaves to its trainer, and the plan to its defaults: {', '.join(rest)}")
+    return notes
 
 
 def _flat(values: Mapping[str, Any], within: str = "") -> list[tuple[str, Any]]:

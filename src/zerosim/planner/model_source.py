@@ -65,6 +65,8 @@ class ModelSource(ABC):
     """
 
     kind: str
+    width: int | None = None
+    """Of the hidden states of a language model, where it is known."""
 
     @property
     @abstractmethod

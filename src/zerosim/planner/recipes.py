@@ -90,13 +90,14 @@ class PlannedOptions(Options):
 
     ``in_backward``: each unit is updated as soon as its gradients are there. ``set_to_none``: gradients are there from
     their reduction to the end of the step. ``foreach``: the optimizer works on all parameters at once, and what it
-    computes on the way is as large as one of its moments.
+    computes on the way is as large as one of its moments. ``settings`` are the system's own, if it has any.
     """
 
     planned: str = ""
     in_backward: bool = False
     set_to_none: bool = False
     foreach: bool = False
+    settings: Any = None
 
     @property
     def states(self) -> tuple[Band, ...]:
@@ -115,7 +116,7 @@ class PlannedOptions(Options):
         return Recipe(row.name, row.working, row.master, row.grads, row.main_grads, held={**own, **held})
 
 
-def options(base: Options, name: str, optimizer: str, **planned: bool) -> Options:
+def options(base: Options, name: str, optimizer: str, **planned: Any) -> Options:
     """The options with that recipe and optimizer, and what else of ``PlannedOptions`` is asked for: plain ones where
     the simulator has all of it."""
     chosen = OPTIMIZERS[optimizer]

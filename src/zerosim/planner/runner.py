@@ -49,9 +49,10 @@ class Runner:
     """Runs a question's rows; a prepared model and a run that is there are used again."""
 
     def __init__(self, source: ModelSource, question: Question) -> None:
-        self.source, self.question = source, question
+        self.question = question
         self.convention: Convention = convention(question.convention)
         self.convention.check(question)
+        self.source = self.convention.source(source, question.attention)
         self._prepared: dict[tuple[Workload, int], Prepared] = {}
         self._runs: dict[tuple[Stage, int, int], StepRun] = {}
         self._states: dict[tuple[Stage, int], int] = {}
@@ -76,13 +77,14 @@ class Runner:
         }
         if question.wire is not None:  # one dtype was asked for, for all that is sent
             asked.setdefault("wire_params", None)
-        if question.bucket is not None and self.convention.of(row).bucket is None:
+        if question.bucket is not None and not self.convention.of(row).bucket:
             asked["bucket"] = question.bucket
         base = self.convention.options(row, question.precision)
         chosen = recipes.options(
             base, self.precision(row), question.optimizer,
             in_backward=question.optimizer_in_backward, foreach=self.convention.foreach and not question.fused,
             set_to_none=self.convention.set_to_none and question.set_to_none and not self._in_buckets(row, ranks),
+            settings=self.convention.settled(question, self.source),
         )  # fmt: skip
         node = min(node_size(question), ranks)
         if row.two_axes or row.reshard_after_forward == "group" or ranks % node == 0:
@@ -91,9 +93,8 @@ class Runner:
 
     def _beside(self, row: Stage, scheme: Scheme) -> dict[Band, int]:
         """What the convention holds beside the states, elements by band; there a bucket's size is its own."""
-        bucket = self.question.bucket
         trained = sum(each.size for each in scheme.buckets if each.trainable)
-        return self.convention.beside(row, bucket if isinstance(bucket, int) else None, trained=trained)
+        return self.convention.beside(row, self.convention.bucket(row, self.question, self.source), trained=trained)
 
     def _in_buckets(self, row: Stage, ranks: int) -> bool:
         """Whether gradients are views of the buckets, and stay as these do."""

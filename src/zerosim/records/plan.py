@@ -49,6 +49,22 @@ class Finetuning(Record):
     frozen_dtype: FrozenDType | None = None
 
 
+class ZeroConfig(Record):
+    """DeepSpeed's ``zero_optimization``, as far as memory goes by it, in elements; its own defaults (0.19.8).
+
+    "auto" is what a trainer makes of it for a model. ``overlap_comm`` is None where the stage decides.
+    """
+
+    sub_group_size: Positive = 1_000_000_000
+    param_persistence_threshold: Natural | Literal["auto"] = 100_000
+    max_live_parameters: Natural = 1_000_000_000
+    max_reuse_distance: Natural = 1_000_000_000
+    prefetch_bucket_size: Natural | Literal["auto"] = 50_000_000
+    reduce_bucket_size: Positive | Literal["auto"] = 500_000_000
+    contiguous_gradients: bool = True
+    overlap_comm: bool | None = None
+
+
 class Question(Record):
     """What was asked.
 
@@ -59,12 +75,14 @@ class Question(Record):
     ``prefetch`` are None where the convention decides. ``bucket`` in parameters. ``binary``: whether
     sizes are shown in GiB. ``global_batch`` is the rows of a step on all ranks, from which ``accumulate``
     follows. ``optimizer_in_backward``: each unit's update is made as soon as its gradients are there, which are
-    then freed.
-    ``host_memory`` is the bytes of a node's host, ``placement`` how ranks are laid out over nodes.
-    ``fused``: the optimizer is one kernel, which needs no memory of its own; ``set_to_none``: gradients go after each
-    step; ``bucket_view``: DDP's gradients are views of its buckets.
-    ``loss``: the cross entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that
-    keeps nothing. ``kv``: whether keys and values are kept once for the heads that share them, or for each.
+    then freed. ``fused``: the optimizer is one kernel, which needs no memory of its own; ``set_to_none``: gradients go
+    after each step; ``bucket_view``: DDP's gradients are views of its buckets.
+
+    ``host_memory`` is the bytes of a node's host, ``placement`` how ranks are laid out over nodes. ``loss``: the cross
+    entropy in fp32 or in bf16, in fp32 by eight chunks of tokens, or in one kernel that keeps nothing; or in fp32 of
+    logits that the loop keeps in fp32 until after the backward. ``kv``: whether keys and values are kept once for the
+    heads that share them, or for each. ``zero`` are DeepSpeed's settings, under its convention. ``attention`` is the
+    kernel that Megatron's own layer has, by the names of its ``--attention-backend``.
     """
 
     model: str
@@ -97,8 +115,10 @@ class Question(Record):
     fused: bool = False
     set_to_none: bool = True
     bucket_view: bool = False
-    loss: Literal["fp32", "bf16", "chunked", "fused"] = "fp32"
+    loss: Literal["fp32", "bf16", "chunked", "fused", "fp32-kept"] = "fp32"
     kv: Literal["grouped", "expanded"] = "grouped"
+    attention: Literal["flash", "fused", "unfused"] = "flash"
+    zero: ZeroConfig = ZeroConfig()
     finetuning: Finetuning = Finetuning()
     network: Network = Network()
     largest_model: str | None = None
