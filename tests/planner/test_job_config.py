@@ -97,10 +97,43 @@ def test_accelerate_s_yaml_says_how_many_gpus_and_which_system(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("given", "row", "offload"),
+    [
+        ({"fsdp_reshard_after_forward": "false"}, "ZeRO-3, kept", []),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, "ZeRO-3, kept", []),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "HSDP", []),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, "HSDP, kept", []),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, "data parallel", []),
+        ({"fsdp_offload_params": "true"}, "ZeRO-3, all on the host", ["optimizer", "grads", "params"]),
+    ],
+)
+def test_accelerate_s_ways_of_sharding_are_rows(
+    given: dict[str, str], row: str, offload: list[str], tmp_path: Path
+) -> None:
+    """What FSDP calls them, in accelerate's words, by the rules of fsdp2."""
+    pytest.importorskip("yaml")
+    path = tmp_path / "accelerate.yaml"
+    lines = "".join(f"  {name}: {value}\n" for name, value in given.items())
+    path.write_text(f"distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\nfsdp_config:\n{lines}")
+    found = asked("--config", str(path), "--node", "4")
+    assert [(each["name"], each["offload"]) for each in found["rows"]] == [(row, offload)]
+    assert found["convention"] == "fsdp2"
+
+
+def test_a_ds_config_s_offloading_is_planned(ds_config: Any) -> None:
+    """The optimizer's state goes to the host with the gradients that it reads, or parameters too."""
+    for part, stage, offload in (
+        ("offload_optimizer", 2, ["optimizer", "grads"]), ("offload_param", 3, ["optimizer", "grads", "params"]),
+    ):  # fmt: skip
+        path = ds_config(bf16={"enabled": True}, zero_optimization={"stage": stage, part: {"device": "cpu"}})
+        [row] = asked("--gpus", "4", "--config", path)["rows"]
+        assert row["offload"] == offload
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offloading to NVMe"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "offloading to the cpu"),
         ({"bf16": {"enabled": True}, "tensor_parallel": {"autotp_size": 4}}, "tensor parallelism"),
         ({"bf16": {"enabled": True}, "pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"bf16": {"enabled": True}, "moe": {"ep_size": 8}}, "expert parallelism"),
@@ -112,7 +145,9 @@ def test_a_job_that_is_not_planned_is_refused_with_what_is(values: Any, words: s
     result = run("--gpus", "4", "--config", ds_config(**values))
     assert result.exit_code == 2
     assert words in result.output
-    assert "What is planned are data parallel and ZeRO-1 to -3 over all N GPUs" in " ".join(result.output.split())
+    assert "What is planned are data parallel, ZeRO-1 to -3 and FSDP, over all N GPUs or within nodes" in " ".join(
+        result.output.split()
+    )
     assert run("--gpus", "4", "--config", ds_config(bf16={"enabled": True})).exit_code == 0
 
 

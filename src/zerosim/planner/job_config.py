@@ -16,7 +16,7 @@ import msgspec
 
 from zerosim.records.plan import ZeroConfig
 
-INSTEAD = "What is planned are data parallel and ZeRO-1 to -3 over all N GPUs"
+INSTEAD = "What is planned are data parallel, ZeRO-1 to -3 and FSDP, over all N GPUs or within nodes"
 PARALLEL = {
     "tensor": ("tensor_parallel", "autotp_size", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
     "pipeline": ("pipeline", "pp_size", "pipeline_parallel_size", "pp_degree", "pipeline_model_parallel_size"),
@@ -133,10 +133,7 @@ def _deepspeed(values: Mapping[str, Any], path: Path) -> JobConfig:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"plan(config): zero_optimization.stage is 0, 1, 2 or 3; {path} has {stage!r}.")
-    for part in ("offload_optimizer", "offload_param"):
-        device = (zero.get(part) or {}).get("device", "none")
-        if device not in ("none", None):
-            raise refuse(f"offloading to the {device} (zero_optimization.{part} in {path.name})", "config")
+    there = {part: (zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("optimizer", "param")}
     half = [name for name in ("bf16", "fp16") if (values.get(name) or {}).get("enabled") in (True, "auto")]
     optimizer = ((values.get("optimizer") or {}).get("type") or "adam").lower()
     known = {"adam": "adam", "adamw": "adamw", "fusedadam": "adamw", "onebitadam": "adam", "sgd": "sgd"}
@@ -144,6 +141,7 @@ def _deepspeed(values: Mapping[str, Any], path: Path) -> JobConfig:
         {
             "convention": "deepspeed",
             "schemes": (str(stage),),
+            "offload": "params" if there["param"] else "optimizer" if there["optimizer"] else None,
             "precision": _precision(values, half[0]) if half else "fp32",
             "micro_batch": _number(values.get("train_micro_batch_size_per_gpu")),
             "accumulate": _number(values.get("gradient_accumulation_steps")),
@@ -195,16 +193,12 @@ def _accelerate(values: Mapping[str, Any], path: Path) -> JobConfig:
         fsdp = values.get("fsdp_config") or {}
         strategy = str(fsdp.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
         keeps = str(fsdp.get("fsdp_reshard_after_forward", strategy)).upper() in ("FALSE", "SHARD_GRAD_OP", "2")
+        hybrid = strategy in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
+        keeps = keeps or strategy in ("HYBRID_SHARD_ZERO2", "5")
+        sharded = f"{'hsdp' if hybrid else 'zero3'}{'-kept' if keeps else ''}"
+        options |= {"convention": "fsdp2", "schemes": ("ddp" if strategy in ("NO_SHARD", "3") else sharded,)}
         if str(fsdp.get("fsdp_offload_params", False)).lower() == "true":
-            raise refuse(f"offloading to the CPU (fsdp_offload_params in {path.name})", "config")
-        if strategy in ("NO_SHARD", "3"):
-            options |= {"convention": "zero", "schemes": ("ddp",)}
-        else:
-            options |= {"convention": "fsdp2", "schemes": ("3",)}
-        if strategy in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
-            raise refuse(f"sharding within a node ({strategy} in {path.name})", "config")
-        if keeps:
-            notes.append(f"{path.name} keeps gathered parameters until backward; the plan releases them after forward")
+            options["offload"] = "params"
         if str(fsdp.get("fsdp_activation_checkpointing", False)).lower() == "true":
             options["checkpoint"] = "full"
         options["precision"] = {"no": "fp32", "bf16": None, "fp16": "mixed"}.get(half)
@@ -225,7 +219,7 @@ def _accelerate(values: Mapping[str, Any], path: Path) -> JobConfig:
         )
         options |= found.options
     elif kind in ("MULTI_GPU", "MULTI_CPU", "NO"):
-        options |= {"convention": "zero", "schemes": ("ddp",), "precision": "autocast" if half == "bf16" else None}
+        options |= {"schemes": ("ddp",), "precision": "autocast" if half == "bf16" else "fp32"}
     else:
         raise refuse(f"distributed_type {kind} ({path.name})", "config")
     return JobConfig(options, notes)

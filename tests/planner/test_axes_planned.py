@@ -1,0 +1,107 @@
+"""Rows with groups, with copies that are kept and with states on the host, as plans."""
+
+from __future__ import annotations
+
+import pytest
+
+import zerosim as zs
+from zerosim.planner import question
+from zerosim.records.plan import Cell
+from zerosim.stages import DP, HPZ, HSDP, ROWS, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
+
+MLP = [256, 1024, 256]
+PARAMS = 256 * 1024 + 1024 + 1024 * 256 + 256
+RANKS, NODE = 16, 4
+NODES = RANKS // NODE
+
+
+def cells(**options: object) -> list[Cell]:
+    """The cells of a plan by the rules of the paper, whose padding is plain, unless told otherwise."""
+    given = {"gpus": RANKS, "node_size": NODE, "convention": "zero", "precision": "bf16"} | options
+    return zs.plan(MLP, **given).record.cells  # type: ignore[arg-type]
+
+
+def between(cell: Cell) -> dict[tuple[str, str], int]:
+    """Bytes that leave a node, by collective and band."""
+    return {(each.collective, each.band): each.between for each in cell.traffic if each.between}
+
+
+def test_every_row_has_a_name_that_can_be_typed() -> None:
+    """As the field calls them, however they are punctuated; each stands for one row."""
+    assert question.rows(question.NAMED) == list(ROWS)
+    typed = question.rows(["hsdp-kept, ZeRO3_kept", "hpz,mics", "ddp"])
+    assert typed == [row for row in ROWS if row in (DP, HSDP, ZeRO3Kept, HPZ) or row.name == "HSDP, kept"]
+
+
+def test_what_leaves_a_node_is_one_rank_s_ring_or_every_rank_s_replica_ring() -> None:
+    """In a ring of all, one rank of each node sends outward; of HSDP only the all-reduce of the shards leaves, of all
+    ranks; each as many bytes as the schedule sends."""
+    row, hsdp, hpz = cells(rows=[ZeRO3, HSDP, HPZ])
+    whole = {(each.collective, each.band): each.sent for each in row.traffic}
+    assert between(row) == whole
+    sent = {(each.collective, each.band): each.sent for each in hsdp.traffic}
+    assert between(hsdp) == {("all-reduce", "grads"): NODE * sent["all-reduce", "grads"]}
+    gathered = between(hpz)["all-gather", "params"]
+    assert gathered == whole["all-gather", "params"] // 2  # forward's alone; backward's stays in the node
+
+
+def test_ranks_in_turn_put_the_groups_across_nodes() -> None:
+    """Neighbours are then on different nodes: all that a group sends leaves, and its replicas are on one node."""
+    [hsdp] = cells(rows=[HSDP], placement="round robin")
+    sent = {(each.collective, each.band): each.sent for each in hsdp.traffic}
+    inner = {key: NODE * nbytes for key, nbytes in sent.items() if key[0] != "all-reduce"}
+    assert between(hsdp) == inner
+    [whole] = cells(rows=[ZeRO3], placement="round robin")
+    assert whole.between == NODE * whole.sent
+
+
+def test_the_optimizer_s_state_on_the_host() -> None:
+    """ZeRO-Offload: a card has 2 bytes a parameter at rest, the host 14/N, and 4/N go over the link a step."""
+    [cell] = cells(rows=[ZeRO2], offload="optimizer")
+    own = sum(-(-size // RANKS) for size in (256 * 1024 + 1024, 1024 * 256 + 256))
+    assert (cell.name, cell.resident) == ("ZeRO-2, optimizer on the host", {"params": 2 * own * RANKS})
+    assert cell.host is not None
+    assert (sum(cell.host.resident.values()), cell.host.copied) == (14 * own, 4 * own)
+
+
+def test_a_node_s_memory_is_for_all_its_ranks() -> None:
+    """What is offloaded must fit on the host as well; the same question with a byte less does not."""
+    [cell] = cells(rows=[ZeRO3], offload="params", memory="100MB")
+    assert cell.host is not None
+    assert cell.fits
+    assert cell.host.room is None
+    needed = NODE * cell.host.peak
+    enough, short = (
+        cells(rows=[ZeRO3], offload="params", memory="100MB", host_memory=needed - missing)[0] for missing in (0, NODE)
+    )
+    assert (enough.host and enough.host.room, enough.fits) == (0, True)
+    assert (short.host and short.host.room, short.fits, short.tight) == (-NODE, False, False)
+    assert short.shortage is not None
+
+
+def test_what_cannot_be_offloaded_is_refused() -> None:
+    """FSDP2 has no half of it, and whole parameters are not gathered from the host."""
+    with pytest.raises(ValueError, match=r"Use offload=\"params\", or convention=\"deepspeed\""):
+        zs.plan(MLP, gpus=4, offload="optimizer")
+    with pytest.raises(ValueError, match=r"ZeRO-1 keeps them whole\. Use offload=\"optimizer\""):
+        cells(rows=[ZeRO1], offload="params")
+
+
+def test_groups_must_divide_the_ranks() -> None:
+    """The error says which sizes do."""
+    with pytest.raises(ValueError, match=r"cut into groups of 4\. Use 1, 2, 3, 6"):
+        cells(rows=[HSDP], gpus=6)
+    [alone] = cells(rows=[HSDP], gpus=2)  # fewer than a node has: one group
+    assert alone.between == 0
+
+
+def test_other_rows_are_looked_at_where_they_are_their_own() -> None:
+    """Beside ZeRO-3, by fsdp2's rules: DDP and what is kept; groups where there are several nodes."""
+    names = {
+        ranks: [cell.name for cell in zs.plan(MLP, gpus=ranks, node_size=4).record.others] for ranks in (1, 4, 8, 10)
+    }
+    assert names == {
+        1: [], 4: ["data parallel", "ZeRO-3, kept"], 8: ["data parallel", "ZeRO-3, kept", "HSDP", "hpZ"],
+        10: ["data parallel", "ZeRO-3, kept"],
+    }  # fmt: skip
+    assert zs.plan(MLP, gpus=8, rows=[ZeRO3]).record.others == []
