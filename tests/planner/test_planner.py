@@ -303,14 +303,14 @@ def test_a_plan_is_written_and_read_back(tmp_path) -> None:  # type: ignore[no-u
     records.save(found, tmp_path / "plan.json")
     again = records.load(tmp_path / "plan.json")
     assert msgspec.to_builtins(again) == msgspec.to_builtins(found)
-    assert again.schema == "zerosim.plan/3"
+    assert again.schema == "zerosim.plan/4"
     (tmp_path / "plan.json").write_bytes(records.encode(found)[:-20])
-    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/3"):
+    with pytest.raises(ValueError, match=r"not a whole record of zerosim\.plan/4"):
         records.load(tmp_path / "plan.json")
 
 
 def test_the_record_s_fields_are_what_is_documented() -> None:
-    """The layout of zerosim.plan/3: who changes it gives it another number."""
+    """The layout of zerosim.plan/4: who changes it gives it another number."""
     fields = {
         kind.__name__: kind.__struct_fields__
         for kind in (
@@ -324,12 +324,15 @@ def test_the_record_s_fields_are_what_is_documented() -> None:
     }
     assert fields == {
         "Plan": (
-            "schema", "created", "versions", "question", "precision", "model", "cluster", "cells", "smallest",
-            "largest", "no_fit", "surprises", "estimates", "largest_models", "why", "left_out",
+            "schema", "created", "versions", "question", "precision", "kept", "model", "cluster", "cells", "others",
+            "smallest", "largest", "no_fit", "surprises", "estimates", "largest_models", "why", "left_out",
         ),
-        "Cell": ("row", "ranks", "resident", "peak", "traffic", "flops", "room", "shortage", "time", "saved"),
+        "Cell": (
+            "row", "ranks", "resident", "peak", "traffic", "flops", "room", "reserve", "shortage", "time", "saved",
+            "host",
+        ),
         "Peak": ("total", "by_band", "unit", "phase", "by_unit"),
-        "Traffic": ("collective", "band", "sent", "messages"),
+        "Traffic": ("collective", "band", "sent", "messages", "between"),
         "SmallestRanks": ("row", "ranks", "states_alone", "limit"),
         "LargestBatch": ("row", "ranks", "micro_batch", "at_least"),
     }  # fmt: skip

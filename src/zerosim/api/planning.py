@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Gpus = int | str | Sequence[int]
-_OPTION = re.compile(
-    r"--([a-z][a-z-]*)(?: (\d[\w.]*(?:/s)?|[A-Z]\w*|full|none|selective|bf16|fp32|optimizer|params|deepspeed|fsdp2|megatron|zero)\b)?"
-)
+_VALUES = "full|none|selective|bf16|fp32|optimizer|params|deepspeed|fsdp2|megatron|zero"
+_OPTION = re.compile(rf"--([a-z][a-z-]*)(?: (\d[\w.]*(?:/s)?|[A-Z]\w*|{_VALUES})\b)?")
 _ALIASES = {"scheme": "rows", "stage": "rows"}
 
 
