@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Sequence
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 
 import time_page
 from measured_runs import ALL, WITHIN, Run, internevo, runs
 from zerosim.counts import Phase
+from zerosim.planner import cluster, step_time, time_model
 from zerosim.planner.cards import CARDS
+from zerosim.planner.model_source import Perceptron
+from zerosim.planner.runner import Runner
 from zerosim.planner.step_time import Computed, Operation, Ring, Sent, at_most, bound, duration
 from zerosim.planner.time_model import LARGE_HOP, fitted
+from zerosim.records.plan import Network, Question
 from zerosim.schemes import ZeRO1
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -138,6 +144,31 @@ def test_a_stated_efficiency_takes_the_place_of_the_shares() -> None:
     work = [Computed("a", Phase.FORWARD, 9894, 5000, 10**9)]
     assert duration(work, stated, 1).compute == pytest.approx(9894 / (989.4e12 / 4))
     assert (stated.within, stated.hop_between) == (model.within, model.hop_between)
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "efficiency", "claimed"),
+    [(10_007, 11, None, True), (9973, 11, None, False), (10_007, None, None, False), (10_007, 11, 0.5, False)],
+)
+def test_an_error_is_claimed_of_models_as_large_as_those_that_were_fitted_and_with_rows_of_tokens(
+    width: int, tokens: int | None, efficiency: float | None, claimed: bool
+) -> None:
+    """A hundred million parameters, and tokens; of an efficiency that somebody states no error is known."""
+    asked = Question(model="", asked=[2], gpus=[2], rows=[ZeRO1], network=Network(efficiency=efficiency))
+    runner = Runner(Perceptron([width, width]), asked)
+    card, record = cluster.cluster(asked, runner.working(ZeRO1))
+    found = cluster.time(runner.run(ZeRO1, 2), 2, card, record, 0, tokens)
+    assert found.estimate is not None
+    assert found.estimate.error == (fitted().band if claimed else None)
+    assert found.estimate.seconds >= found.overlapped
+
+
+@pytest.mark.parametrize("module", [step_time, time_model, time_page], ids=lambda module: module.__name__)
+def test_the_examples_run(module: ModuleType) -> None:
+    """Those in the docstrings."""
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_what_was_measured_is_the_tokens_a_second_alone() -> None:
