@@ -56,9 +56,11 @@ def test_a_row_that_learns_something_else_is_named(monkeypatch: pytest.MonkeyPat
     ("options", "predicted"),
     [
         ({}, True), ({"precision": "fp32"}, True), ({"precision": "bf16", "wire": "bf16"}, True), ({"node": 2}, True),
-        ({"bucket": "model"}, False), ({"optimizer": zs.SGD()}, False), ({"accumulate": 2}, False),
+        ({"bucket": "model"}, False), ({"optimizer": zs.SGD()}, False), ({"accumulate": 2}, True),
+        ({"accumulate": 2, "sync": "end"}, True), ({"find_unused": True}, True), ({"clip": 0.5, "clip_eps": 0.0}, True),
+        ({"uneven": True, "average": "ranks"}, True),
         ({"clip": 0.5}, True), ({"loss_scale": 2.0**20}, True), ({"uneven": True}, True),
-        ({"clip": 0.5, "norm_type": float("inf")}, False),
+        ({"clip": 0.5, "norm_type": float("inf")}, True),
     ],
     ids=str,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from zerosim.cli.errors import errors_for_people, printing, replacing, writable
 from zerosim.cli.report import PAGE, save_pages
 from zerosim.lab.data import DATA
 from zerosim.optimizer import AdamW
-from zerosim.options import Gather
+from zerosim.options import Average, Gather, Sync
 from zerosim.records.results import Results, Settings, encode, save
 from zerosim.stages import SCHEMES, Stage
 
@@ -76,9 +76,46 @@ RESULTS = "results.json"
 )
 @click.option("--clip", type=float, default=None, help="The largest norm of all gradients together.")
 @click.option(
+    "--norm-type",
+    type=click.Choice(["2", "inf"]),
+    default="2",
+    show_default=True,
+    help="Of which norm that is: the root of the sum of squares, or the largest magnitude.",
+)
+@click.option(
+    "--clip-eps", type=float, default=1e-6, show_default=True, help="Added to the norm before it divides --clip."
+)
+@click.option(
     "--loss-scale", type=shared.Scale(), default=None, help="What the loss is scaled by; dynamic: as GradScaler does."
 )
-@click.option("--uneven", is_flag=True, help="Ranks have up to --batch rows, as the seed draws them, and some none.")
+@click.option(
+    "--accumulate",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Micro-batches that a step's --batch rows are cut into.",
+)
+@click.option(
+    "--sync",
+    type=click.Choice(get_args(Sync)),
+    default=None,
+    help="When all schemes reduce their gradients, after each micro-batch or at the end: those that reduce at other "
+    "times sum in another order.  [default: each]",
+)
+@click.option(
+    "--uneven",
+    is_flag=True,
+    help="Ranks, and their micro-batches, have up to their share of --batch rows, as the seed draws them, and some "
+    "none; the last step has one micro-batch fewer.",
+)
+@click.option(
+    "--average",
+    type=click.Choice(get_args(Average)),
+    default="rows",
+    show_default=True,
+    help="Over what uneven batches are averaged: all rows, or the ranks' own means, as DDP does.",
+)
+@click.option("--find-unused", is_flag=True, help="Ranks tell each other which parameters they have gradients of.")
 @click.option(
     "--optimizer", type=click.Choice(["adam", "adamw"]), default="adam", show_default=True, help="What updates."
 )
@@ -137,7 +174,8 @@ def _named(options: dict[str, Any]) -> dict[str, Any]:
     if decay is not None and not adamw:
         raise ValueError("lab(weight_decay): Adam here has none; AdamW's is decoupled. Add --optimizer adamw.")
     decay = (AdamW.weight_decay if decay is None else decay) if adamw else 0.0
-    return options | {"resume_at": step, "resume_ranks": ranks, "weight_decay": decay}
+    norm_type = float(options.pop("norm_type"))
+    return options | {"resume_at": step, "resume_ranks": ranks, "weight_decay": decay, "norm_type": norm_type}
 
 
 def _run(settings: Settings, rows: Sequence[Stage]) -> Results:

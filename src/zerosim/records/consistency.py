@@ -30,7 +30,7 @@ from zerosim.records.results import (
 from zerosim.stages import Over
 
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
-_SENT = _BANDS | {"rows", "norm"}  # what ranks tell each other in a few numbers has tags of its own
+_SENT = _BANDS | {"rows", "norm", "used"}  # what ranks tell each other in a few numbers has tags of its own
 
 
 def load(path: Path) -> Results:
@@ -118,6 +118,8 @@ def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
     node = settings.node or ranks
     if (step.norm is None) != (settings.clip is None) or (settings.loss_scale is None and step.scale != 1):
         yield "a norm is that of a run that clips, and a scale that of one that scales its loss"
+    if (step.mean_of_means is None) == settings.uneven:
+        yield "the mean of the ranks' means is that of a run on uneven batches"
     if (step.skipped and settings.loss_scale is None) or not step.scale > 0:
         yield f"no step is skipped unless the loss is scaled, by more than 0; got {step.scale}"
     for what, bands in (
