@@ -108,8 +108,8 @@ class Settings(Record):
     def said(self) -> str:
         """What of a training step as people run it was asked for, in words; nothing if nothing was."""
         when = {"each": "after each", "end": "at the end"}.get(self.reduced() or "")
-        norm = " the largest magnitude" * (self.norm_type != 2) + f", eps {self.clip_eps:g}" * (self.clip_eps != 1e-6)
-        found = [f"clipped to {self.clip:g}{norm}"] if self.clip is not None else []
+        how = ["inf norm"] * (self.norm_type != 2) + [f"eps {self.clip_eps:g}"] * (self.clip_eps != 1e-6)
+        found = [f"clipped to {self.clip:g}" + f" ({', '.join(how)})" * bool(how)] if self.clip is not None else []
         if (scale := self.loss_scale) is not None:
             found.append(f"loss scale {'dynamic, from ' * scale.dynamic}{scale.init:g}")
         found += [f"{self.accumulate} micro-batches, reduced {when}"] * (self.accumulate > 1)
