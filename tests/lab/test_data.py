@@ -43,11 +43,11 @@ def test_noise_is_what_the_mission_draws() -> None:
 
 
 def test_uneven_micro_batches_differ_by_rank_and_from_each_other() -> None:
-    """Each has up to its share of the rows, some none, never all, and no row twice; the last window is short."""
+    """Each has up to its share of the rows, some none, never all, and no row twice; the first window is short."""
     asked = lab_settings(uneven=True, accumulate=3, batch=6, steps=5)
     steps = list(batches_of(asked, 7, 5))
     counts = [[[len(x) for x, _ in pairs] for pairs in batch] for batch in steps]
-    assert [{len(each) for each in step} for step in counts] == [{3}] * 4 + [{2}]
+    assert [{len(each) for each in step} for step in counts] == [{2}] + [{3}] * 4
     assert {count for step in counts for each in step for count in each} == {0, 1, 2}
     assert all(max(max(each) for each in step) == 2 for step in counts)
     assert any(len(set(each)) > 1 for step in counts for each in step)

@@ -106,7 +106,7 @@ RESULTS = "results.json"
     "--uneven",
     is_flag=True,
     help="Ranks, and their micro-batches, have up to their share of --batch rows, as the seed draws them, and some "
-    "none; the last step has one micro-batch fewer.",
+    "none; the first step has one micro-batch fewer.",
 )
 @click.option(
     "--average",

@@ -67,8 +67,8 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
 def batches_of(settings: Settings, ranks: int, steps: int, *, resumed: bool = False) -> Iterator[list[Given]]:
     """The batches that so many ranks train on, step by step; uneven ones have fewer rows, some none, never all.
 
-    Uneven micro-batches are lists, and the last step has one fewer. ``resumed`` says that after a run is resumed the
-    batches are those of as many ranks as it has then.
+    Uneven micro-batches are lists, of which the first of several steps has one fewer. ``resumed`` says that after a
+    run is resumed the batches are those of as many ranks as it has then.
     """
     widths = settings.widths[0], settings.widths[-1]
     widest = max(ranks, settings.resume_ranks or 0) if resumed else ranks
@@ -77,7 +77,7 @@ def batches_of(settings: Settings, ranks: int, steps: int, *, resumed: bool = Fa
     for step, whole in enumerate(drawn, start=1):
         batch: list[Given] = [*whole[: settings.ranks_in(step) if resumed else ranks]]
         if settings.uneven:
-            parts = settings.accumulate - (step == steps and settings.accumulate > 1)
+            parts = settings.accumulate - (step == 1 < min(steps, settings.accumulate))
             rows = rng.integers(0, most := settings.batch // settings.accumulate, (len(batch), parts), endpoint=True)
             rows.flat[rng.integers(rows.size)] = most
             for rank, ((x, y), counts) in enumerate(zip(whole, rows.tolist(), strict=False)):
