@@ -69,6 +69,20 @@ def test_six_overflows_in_a_row() -> None:
     assert seen == [65536.0, 32768.0, 16384.0, 8192.0, 4096.0, 2048.0]
 
 
+@each_scheme
+def test_gradients_that_vanish_survive_where_the_loss_is_scaled(row: Any) -> None:
+    """In fp16 all of a layer's gradients are zero at a loss of 1e-12 without a scale, and none of them with one."""
+    layer, x = zs.MLP((17, 257)), draw(1, 8, (17, 257))[0][0]
+    flat, cut = zs.DP(layer, 1).flat(Band.PARAMS).astype(np.float32), 17 * 257
+    y = x @ flat[:cut].reshape(17, 257) + flat[cut:] + np.float32(1e-6)
+    found = []
+    for scale in (None, 2.0**16):
+        run = row(layer, 2, loss_scale=scale)
+        assert run.step([(x, y)] * 2) == pytest.approx(1e-12, rel=0.1)
+        found.append(np.count_nonzero(run.whole(run.buckets[0], Band.GRADS)))
+    assert found == [0, layer.n_params]
+
+
 @pytest.mark.parametrize("clip", [-1.0, 0.0, float("nan"), float("inf")])
 def test_a_largest_norm_that_is_none_is_refused(clip: float) -> None:
     """The error names the option, the rule and the value."""
