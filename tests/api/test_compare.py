@@ -74,6 +74,22 @@ def test_options_are_taken_and_rows_agree_under_them(options: dict[str, Any], pr
     assert set(found.results.settings.others) - {"sync"} == others
 
 
+def test_a_run_on_uneven_batches_says_what_a_naive_mean_would_have_been() -> None:
+    """Stepped by hand or compared, in the table and in the records; averaged over ranks there is nothing to say."""
+    [batch] = draw(2, steps=1, rows=3)
+    batch[0] = tuple(array[:1] for array in batch[0])
+    run = zs.ZeRO2(SMALL, ranks=2, uneven=True)
+    run.step(batch)
+    for found in (run.results(), zs.compare(SMALL, [batch], ranks=2, uneven=True)):
+        [loss, naive] = (getattr(found.results.schemes[-1].steps[-1], name) for name in ("loss", "mean_of_means"))
+        assert loss != naive
+        assert f"the loss of step 1 is {loss:.6f}" in " ".join(str(found.table()).split())
+        assert f"would have been {naive:.6f}" in " ".join(str(found.table()).split())
+        assert list(consistency.contradictions(found.results)) == []
+    over_ranks = zs.compare(SMALL, [batch], ranks=2, uneven=True, average="ranks")
+    assert "would have been" not in str(over_ranks.table())
+
+
 def test_rows_with_groups_are_compared_with_their_own_order() -> None:
     """A row that sums over two axes is no failure beside one that sums over one: how far they are apart is said."""
     found = zs.compare(SMALL, draw(4), ranks=4, rows=[zs.DP, zs.ZeRO3, zs.HSDP], node=2)

@@ -322,7 +322,6 @@ CHOICES = {
     "wire_params": [*WIRES, "int8"],
     "gather": ["layer", "model"],
     "data": ["noise", "digits"],
-    "norm_type": ["2", "inf"],
     "sync": ["each", "end"],
     "average": ["rows", "ranks"],
     "optimizer": ["adam", "adamw"],
@@ -330,7 +329,7 @@ CHOICES = {
 # Options without choices of what a training step is; a flag has no value.
 STEP: dict[str, list[str]] = {
     "clip": ["0.5"], "loss_scale": ["1024", "dynamic"], "uneven": [""], "warmup": ["3"], "resume_at": ["1", "1:3"],
-    "accumulate": ["2"], "find_unused": [""], "clip_eps": ["0"],
+    "accumulate": ["2"], "find_unused": [""], "clip_eps": ["0"], "norm_type": ["2", "inf"],
 }  # fmt: skip
 CLIPPED = ["--clip", "0.5"]
 BESIDE = {  # what an option does nothing without

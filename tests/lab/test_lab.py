@@ -302,6 +302,7 @@ def test_a_wrong_prediction_of_what_fits_is_a_failure(monkeypatch: pytest.Monkey
         ({"wire": "bf16"}, ValueError, r"carry the working copy exactly"),
         ({"gather": "all"}, ValueError, r"one of layer, model; got 'all'"),
         ({"accumulate": 3, "batch": 8}, ValueError, r"lab\(batch\).*accumulate.*3.*8|lab\(batch\).*8.*3"),
+        ({"sync": "end"}, ValueError, r"lab\(sync\): of one micro-batch it says nothing; got 'end'"),
         ({"norm_type": float("inf")}, ValueError, r"norm_type\): without clip it does nothing; got inf"),
         ({"data": "mnist"}, ValueError, r"one of noise, digits; got 'mnist'"),
         ({"data": "digits"}, ValueError, r"64 inputs and outputs"),

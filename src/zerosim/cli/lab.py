@@ -77,10 +77,10 @@ RESULTS = "results.json"
 @click.option("--clip", type=float, default=None, help="The largest norm of all gradients together.")
 @click.option(
     "--norm-type",
-    type=click.Choice(["2", "inf"]),
-    default="2",
+    type=float,
+    default=2.0,
     show_default=True,
-    help="Of which norm that is: the root of the sum of squares, or the largest magnitude.",
+    help="Which norm that is: 2, the root of the sum of squares, or inf, the largest magnitude.",
 )
 @click.option(
     "--clip-eps", type=float, default=1e-6, show_default=True, help="Added to the norm before it divides --clip."
@@ -174,8 +174,7 @@ def _named(options: dict[str, Any]) -> dict[str, Any]:
     if decay is not None and not adamw:
         raise ValueError("lab(weight_decay): Adam here has none; AdamW's is decoupled. Add --optimizer adamw.")
     decay = (AdamW.weight_decay if decay is None else decay) if adamw else 0.0
-    norm_type = float(options.pop("norm_type"))
-    return options | {"resume_at": step, "resume_ranks": ranks, "weight_decay": decay, "norm_type": norm_type}
+    return options | {"resume_at": step, "resume_ranks": ranks, "weight_decay": decay}
 
 
 def _run(settings: Settings, rows: Sequence[Stage]) -> Results:

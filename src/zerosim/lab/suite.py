@@ -79,6 +79,8 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
     if settings.resume_ranks and settings.resume_at is None:
         raise ValueError("lab(resume_ranks): ranks to resume on are of a run that is resumed. Say after which step.")
     arguments.divides("lab(batch)", "accumulate", settings.accumulate, settings.batch)
+    if settings.sync and settings.accumulate == 1:
+        raise ValueError(f"lab(sync): of one micro-batch it says nothing; got {settings.sync!r}. Accumulate several.")
     arguments.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
     arguments.check_memory(

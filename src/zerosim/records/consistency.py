@@ -51,6 +51,8 @@ def contradictions(results: Results) -> Iterator[str]:
         yield f"a seed is 0 or more, not {min(settings.seed, settings.model_seed)}"
     if not settings.batch and settings.data != recorded.OWN:
         yield "a batch has one row or more"
+    if settings.batch % settings.accumulate:
+        yield f"{settings.batch} rows cannot be cut into {settings.accumulate} micro-batches"
     if settings.resume_at is not None and settings.resume_at >= settings.steps:
         yield f"a run that is resumed after step {settings.resume_at} has more steps than {settings.steps}"
     names = [record.name for record in results.schemes]
