@@ -53,6 +53,8 @@ def test_uneven_micro_batches_differ_by_rank_and_from_each_other() -> None:
     assert any(len(set(each)) > 1 for step in counts for each in step)
     assert any(len({each[0] for each in step}) > 1 for step in counts)
     assert [rows_of(batch) for batch in steps] == [tuple(map(max, zip(*step, strict=True))) for step in counts]
+    alone = lab_settings(uneven=True, accumulate=2, batch=2)
+    assert {max(rows_of(batch)) for batch in batches_of(alone, 1, 41)} == {1}
     rows = np.concatenate([x for batch in steps for pairs in batch for x, _ in pairs])
     assert len(np.unique(rows, axis=0)) == len(rows)
 
