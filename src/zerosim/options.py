@@ -85,8 +85,8 @@ class Options:
     * ``optimizer``: an ``Adam`` or ``SGD``.
     * ``capacity``: bytes of memory of one rank's card, ``host_capacity`` of what the host has for it;
       ``OutOfMemory`` is raised by the hold that would pass it.
-    * ``uneven``: ranks and micro-batches may have different numbers of rows, and a step fewer micro-batches. The
-      average is over all ``"rows"``, or over ``"ranks"``: every micro-batch of every rank is one of N ``accumulate``.
+    * ``uneven``: ranks and micro-batches may have different numbers of rows, and a step fewer micro-batches.
+      ``average`` is over all ``"rows"``, or over ``"ranks"``: each micro-batch of each rank is one of N ``accumulate``.
     * ``find_unused``: a parameter that no rank has a gradient of is left alone, as the ranks tell each other.
     * ``clip``: the largest norm of all gradients together, ``norm_type`` 2 or inf, by torch's rule; ``clip_eps``
       is what is added to the norm before it divides.
