@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from helpers import EVERYWHERE, batches, draw, nonzero, padding_sent, traffic, wires
+from helpers import EVERYWHERE, batches, draw, lab_settings, nonzero, padding_sent, traffic, wires
 from zerosim import theory
 from zerosim.bands import FP32, Array, Band, Place
 from zerosim.checks import compare, sanitizer
@@ -19,7 +19,7 @@ from zerosim.comm import Comm
 from zerosim.counts import Report
 from zerosim.ledger import Ledger
 from zerosim.model import MLP
-from zerosim.options import Gather, Options, Sync
+from zerosim.options import Gather, Sync
 from zerosim.ranks import OutOfMemory, Ranks, Workspace
 from zerosim.records.results import Settings
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
@@ -132,6 +132,33 @@ def test_every_count_is_the_predicted_one(
     assert dict(report.flops) == {phase: count for phase, count in theory.flops(job).items() if count}
     held = iter([sum(report.resident.values()), *(event.held for event in report.events)])
     assert all(any(here == sum(instant.values()) for here in held) for instant in theory.moments(job))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(("n", "node"), [(1, 1), (2, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("bucket", ["layer", "model"])
+def test_what_ranks_tell_each_other_is_as_predicted(row: Stage, n: int, node: int, bucket: Gather) -> None:
+    """Their rows, the sums of squares, and for each weight and bias whether they have a gradient of it: tags, bytes,
+    messages, what leaves a node, and the instants at which it is held, as integers."""
+    widths, layers = (7, 5, 3), ((7, 5), (5, 3))
+    scheme = row(MLP(widths), n, node=node, bucket=bucket, clip=1.0, uneven=True, find_unused=True)
+    scheme.step(draw(n, 2, widths))
+    report, buckets = scheme.reports[-1], (layers,) if bucket == "model" else tuple((each,) for each in layers)
+    job = theory.Job(row, buckets, n, 2, node=node, clip=True, uneven=True, find_unused=True)
+    tags = {"rows", "norm", "used"}
+    sent = {tag: moved.sent.tolist() for (_, tag), moved in report.traffic.items() if tag in tags and n > 1}
+    predicted = theory.traffic(job).get("all-gather", {})
+    assert sent == {tag: [nbytes] * n for tag, nbytes in predicted.items() if tag in tags}
+    assert sent.get("used", [0] * n) == [(n - 1) * 4 * 4] * n  # two weights and two biases, in fp32
+    outside = {tag: moved.outside.tolist() for (_, tag), moved in report.traffic.items() if tag in tags and n > 1}
+    assert outside == {tag: each for tag, each in theory.outside(job).get("all-gather", {}).items() if tag in tags}
+    messages = Counter[str]()
+    for (name, _), moved in report.traffic.items():
+        messages[name] += moved.messages
+    assert nonzero(messages) == theory.messages(job)
+    held = iter([sum(report.resident.values()), *(event.held for event in report.events)])
+    assert all(any(here == sum(instant.values()) for here in held) for instant in theory.moments(job))
+    assert nonzero(report.peak.by_band) == theory.peak(job)
 
 
 def test_rows_that_make_sense() -> None:
@@ -310,8 +337,10 @@ def test_rows_of_one_order_agree_in_every_bit(node: int, precision: str, wire_pa
     if (precision, wire_params) == ("fp32", "int8"):
         return
     n, widths, seed = 6, (7, 5, 3), 3
-    options = Options(node=node, precision=precision, wire_params=wire_params)
-    schemes = [row(MLP(widths, seed), n, options) for row in ROWS]
+    asked = lab_settings(
+        ranks=n, widths=[*widths], model_seed=seed, node=node, precision=precision, wire_params=wire_params
+    )
+    schemes = [row(MLP(widths, seed), n, asked.options()) for row in ROWS]
     first: dict[tuple[object, ...], dict[Band, list[Array]]] = {}
     plain: dict[tuple[object, ...], Reference] = {}
     for step, batch in enumerate(batches(n, 2, 2, widths), start=1):
@@ -319,9 +348,7 @@ def test_rows_of_one_order_agree_in_every_bit(node: int, precision: str, wire_pa
         for scheme in schemes:
             order = scheme.shard.order(wire_params)
             if order not in plain:
-                plain[order] = Reference(
-                    scheme.stage, widths, seed, n, precision, "fp32", node=node, wire_params=wire_params
-                )
+                plain[order] = Reference(scheme.stage, asked, n)
             scheme.step(batch)
             plain[order].reach(step, batch)
             assert compare.against_plain(scheme, plain[order], step) == []

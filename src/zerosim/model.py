@@ -178,16 +178,18 @@ class MLP(Chain):
         Frees ``target``, which is not needed any more.
         """
         dy = work.hold(*y.shape[1:])
-        np.subtract(y, target, out=dy)
-        work.free(target)
         if work.rows is None:
+            np.subtract(y, target, out=dy)
+            work.free(target)
             losses = np.square(dy).mean(axis=(1, 2), dtype=np.float64)
             np.multiply(dy, np.float32(2 / (dy.shape[1] * dy.shape[2])), out=dy)
             return losses, dy
         losses = np.zeros(len(dy))
         for rank, count in enumerate(work.rows):
             mine, dy[rank, count:] = dy[rank, :count], 0
+            np.subtract(y[rank, :count], target[rank, :count], out=mine)
             if count:
                 losses[rank] = np.square(mine).mean(dtype=np.float64)
                 np.multiply(mine, np.float32(2 / mine.size), out=mine)
+        work.free(target)
         return losses, dy

@@ -22,6 +22,7 @@ from zerosim.util.arguments import instance_of, integer, one_of
 Gather = Literal["layer", "model"]
 Padding = Literal["N", "each", "2N", "rows"]
 Sync = Literal["each", "end"]
+Average = Literal["rows", "ranks"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,9 +85,11 @@ class Options:
     * ``optimizer``: an ``Adam`` or ``SGD``.
     * ``capacity``: bytes of memory of one rank's card, ``host_capacity`` of what the host has for it;
       ``OutOfMemory`` is raised by the hold that would pass it.
-    * ``uneven``: ranks and micro-batches may have different numbers of rows.
+    * ``uneven``: ranks and micro-batches may have different numbers of rows, and a step fewer micro-batches.
+      ``average`` is over all ``"rows"``, or over ``"ranks"``: each micro-batch of each rank is one of N ``accumulate``.
     * ``find_unused``: a parameter that no rank has a gradient of is left alone, as the ranks tell each other.
-    * ``clip``: the largest norm of all gradients together, ``norm_type`` 2 or inf, by torch's rule.
+    * ``clip``: the largest norm of all gradients together, ``norm_type`` 2 or inf, by torch's rule; ``clip_eps``
+      is what is added to the norm before it divides.
     * ``loss_scale``: the loss is scaled by so much, or by a ``LossScale`` that changes.
     * ``kernels``: ``"numba"`` computes with compiled kernels, ``"numpy"`` without, ``"auto"`` as the environment's
       ``ZEROSIM_KERNELS`` says, or else with them where numba is installed. The bits are the same.
@@ -119,9 +122,11 @@ class Options:
     host_capacity: int | None = None
     node: int | None = None
     uneven: bool = False
+    average: Average = "rows"
     find_unused: bool = False
     clip: float | None = None
     norm_type: float = 2.0
+    clip_eps: float = 1e-6
     loss_scale: float | LossScale | None = None
     kernels: Choice = "auto"
     threads: int = 1
@@ -134,6 +139,7 @@ class Options:
         one_of("Scheme", "gather", self.gather, get_args(Gather))
         one_of("Scheme", "padding", self.padding, get_args(Padding))
         one_of("Scheme", "kernels", self.kernels, get_args(Choice))
+        one_of("Scheme", "average", self.average, get_args(Average))
         if isinstance(self.bucket, str):
             one_of("Scheme", "bucket", self.bucket, get_args(Gather))
         for name in ("all_reduce", "checkpoint", "uneven", "find_unused"):
@@ -149,6 +155,12 @@ class Options:
             raise ValueError(f"Scheme(clip): the largest norm is a positive, finite number; got {self.clip!r}.")
         if self.norm_type not in (2, inf):
             raise ValueError(f"Scheme(norm_type): 2 or inf; got {self.norm_type!r}.")
+        if not 0 <= self.clip_eps < inf:
+            raise ValueError(f"Scheme(clip_eps): what is added to the norm is 0 or more; got {self.clip_eps!r}.")
+        for name, other in (("norm_type", "clip"), ("clip_eps", "clip"), ("average", "uneven")):
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default and not getattr(self, other):
+                raise ValueError(f"Scheme({name}): without {other} it does nothing; got {value!r}. Pass {other} too.")
         if isinstance(self.loss_scale, int | float):
             object.__setattr__(self, "loss_scale", LossScale(float(self.loss_scale), dynamic=False))
         if isinstance(self.loss_scale, LossScale) and self.loss_scale.note:

@@ -28,7 +28,6 @@ from zerosim.stages import Over, Stage
 from zerosim.util.casts import convert
 
 LANES = 256
-EPS = 1e-6  # added to the norm before it divides, as torch does
 
 
 def tell(comm: Comm, ranks: Ranks, mine: Shaped[Array, "R k"], what: str) -> Shaped[Array, "R n k"]:
@@ -112,8 +111,9 @@ class Agreement:
             finite = not np.any(everyone[..., -1])
             if self._options.clip is None:
                 return Agreed(None, np.full((rows, 1), inverse, FP32), finite)
+            most, eps = np.float32(self._options.clip), np.float32(self._options.clip_eps)
             norm = self._norm(everyone[..., :-1])
-            coefficient = np.minimum(np.float32(self._options.clip) / (norm + np.float32(EPS)), np.float32(1))
+            coefficient = np.minimum(most / (norm + eps), np.float32(1))
         return Agreed(norm, (inverse * coefficient)[:, None], finite)
 
     def _told(self, owned: Sequence[Array], inverse: np.float32) -> Shaped[Array, "R k"]:

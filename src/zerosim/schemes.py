@@ -127,7 +127,7 @@ class Scheme:
 
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
         self.steps = self.updates = 0  # all, and those that were applied: the optimizer's step count
-        self._turn = Turn(self.ring.ids, 0, 0)
+        self._turn, self._weighed = Turn(self.ring.ids, 0, 0), options.uneven and options.average == "rows"
         self.scaler = Scaler(options.loss_scale) if isinstance(options.loss_scale, LossScale) else None
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
@@ -151,8 +151,8 @@ class Scheme:
         """Train on one (x [B, ...], y [B, ...]) pair per rank of this process; return the mean loss before it.
 
         With ``uneven=True`` ranks may have different numbers of rows, none included, and each its own list of
-        ``accumulate`` pairs. The mean is then over all rows, or over ``weights``: for each rank one number, such
-        as of tokens, or a list of one for each micro-batch.
+        ``accumulate`` pairs, or all of fewer. The mean is then over all rows, or over ``weights``: for each rank
+        one number, such as of tokens, or a list of one for each micro-batch.
 
         Raises ValueError or TypeError, before anything changes, for a batch that does not
         fit; OutOfMemory if a card's capacity would be passed, with the report up to there.
@@ -182,20 +182,18 @@ class Scheme:
     def _cut(self, batch: Sequence[Any], weights: Sequence[Any] | None) -> list[MicroBatch]:
         """The batch as micro-batches, once it is known to be sound."""
         ranks, k = len(self.ring.ids), self.options.accumulate
+        if weights is not None and not self._weighed:
+            raise ValueError("step(weights): they are for uneven batches, averaged over rows. Pass uneven=True alone.")
         if self.options.uneven:
             return micro_batches(batch, weights, ranks, k, self.model.check)
-        if weights is not None:
-            raise ValueError(
-                "step(weights): ranks are weighed only where they may differ. Pass uneven=True to the scheme."
-            )
         x, y = self.model.check(batch, ranks)
         arguments.divides("step(batch)", "accumulate", k, x.shape[1])
         rows = x.shape[1] // k
         return [MicroBatch(x[:, at : at + rows], y[:, at : at + rows]) for at in range(0, k * rows, rows)]
 
     def _total(self, parts: Sequence[MicroBatch]) -> Array | None:
-        """What all ranks' micro-batches weigh together, as each rank here has heard [R]; None where they are even."""
-        if not self.options.uneven:
+        """What all ranks' micro-batches weigh together, as each rank here has heard [R]; None if they count alike."""
+        if not self._weighed:
             return None
         mine = np.sum([each.weights for each in parts], axis=0).astype(FP32)
         heard: Array = tell(self._scalars[0], self.ranks, mine[:, None], "rows").sum(axis=(1, 2), dtype=np.float64)

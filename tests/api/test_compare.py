@@ -56,9 +56,11 @@ def test_a_row_that_learns_something_else_is_named(monkeypatch: pytest.MonkeyPat
     ("options", "predicted"),
     [
         ({}, True), ({"precision": "fp32"}, True), ({"precision": "bf16", "wire": "bf16"}, True), ({"node": 2}, True),
-        ({"bucket": "model"}, False), ({"optimizer": zs.SGD()}, False), ({"accumulate": 2}, False),
+        ({"bucket": "model"}, False), ({"optimizer": zs.SGD()}, False), ({"accumulate": 2}, True),
+        ({"accumulate": 2, "sync": "end"}, True), ({"find_unused": True}, True), ({"clip": 0.5, "clip_eps": 0.0}, True),
+        ({"uneven": True, "average": "ranks"}, True),
         ({"clip": 0.5}, True), ({"loss_scale": 2.0**20}, True), ({"uneven": True}, True),
-        ({"clip": 0.5, "norm_type": float("inf")}, False),
+        ({"clip": 0.5, "norm_type": float("inf")}, True),
     ],
     ids=str,
 )  # fmt: skip
@@ -70,6 +72,22 @@ def test_options_are_taken_and_rows_agree_under_them(options: dict[str, Any], pr
     assert not found.results.nothing_compared(Check.SAME_TRAINING)
     others = {name for name in options if name not in Settings.__struct_fields__}
     assert set(found.results.settings.others) - {"sync"} == others
+
+
+def test_a_run_on_uneven_batches_says_what_a_naive_mean_would_have_been() -> None:
+    """Stepped by hand or compared, in the table and in the records; averaged over ranks there is nothing to say."""
+    [batch] = draw(2, steps=1, rows=3)
+    batch[0] = tuple(array[:1] for array in batch[0])
+    run = zs.ZeRO2(SMALL, ranks=2, uneven=True)
+    run.step(batch)
+    for found in (run.results(), zs.compare(SMALL, [batch], ranks=2, uneven=True)):
+        [loss, naive] = (getattr(found.results.schemes[-1].steps[-1], name) for name in ("loss", "mean_of_means"))
+        assert loss != naive
+        assert f"the loss of step 1 is {loss:.6f}" in " ".join(str(found.table()).split())
+        assert f"would have been {naive:.6f}" in " ".join(str(found.table()).split())
+        assert list(consistency.contradictions(found.results)) == []
+    over_ranks = zs.compare(SMALL, [batch], ranks=2, uneven=True, average="ranks")
+    assert "would have been" not in str(over_ranks.table())
 
 
 def test_rows_with_groups_are_compared_with_their_own_order() -> None:

@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: py
         write(path, content)
 
     monkeypatch.setattr(files, "write_whole", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"save: No space left on device. What was there before is whole: '{tmp_path}'"):
         save(scheme, tmp_path)
     monkeypatch.undo()
     assert states(load(tmp_path)) == before
@@ -217,8 +217,12 @@ def test_a_limit_of_the_systems_own_leaves_what_was_there(tmp_path: Path) -> Non
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(OSError, match=r"save: File too large\. What was there before is whole"):
             save(scheme, tmp_path / "run")
+        with pytest.raises(OSError, match=r"save: File too large\. Nothing of it is left"):
+            save(scheme, tmp_path / "new")
+        assert list((tmp_path / "new").iterdir()) == []
+        (tmp_path / "new").rmdir()
         with pytest.raises(OSError, match="too large"):
             consolidate(tmp_path / "run", tmp_path / "one")
     finally:

@@ -208,6 +208,7 @@ def test_a_file_with_another_value_is_refused_or_read_whole(
 # Integers that can be anything: what was asked for and is not in any number measured, and what has no counterpart.
 FREE = {
     "settings.batch", "settings.seed", "settings.model_seed", "settings.capacity", "settings.warmup",
+    "settings.accumulate",
     "schemes.steps.traffic.messages", "schemes.out_of_memory.held",
     "schemes.out_of_memory.asked", "schemes.out_of_memory.rank",
     "ablations.whole_model_gather.states", "ablations.whole_model_gather.gathered",
@@ -307,6 +308,9 @@ def altered(run: Results, place: str, value: object) -> Results:
         ("schemes.1.steps.0.peak.by_band.grads", 7, "the bands at the peak sum to"),
         ("schemes.1.steps.0.resident", {"memes": 7}, "no band at rest is called 'memes'"),
         ("ablations.narrow_wire.drift.differing", [], "a drift is given after each of the 2 steps"),
+        ("settings.accumulate", 37, "rows cannot be cut into 37 micro-batches"),
+        ("settings.uneven", True, "the mean of the ranks' means is that of a run on uneven batches"),
+        ("schemes.1.steps.0.mean_of_means", 1.0, "the mean of the ranks' means is that of a run on uneven batches"),
         ("settings.widths", [], "widths [] make 0 parameters"),
         ("schemes.0.events.0.4", 0, "of its log"),
     ],

@@ -1,5 +1,6 @@
 """The command line, as a newcomer types it."""
 
+import html
 import json
 import os
 import subprocess
@@ -233,6 +234,35 @@ def test_a_step_as_people_run_it_is_checked_and_shown(tmp_path: Path) -> None:
         assert f"{step.norm:.6f}" in result.output
 
 
+def test_what_a_naive_mean_would_have_been_is_said(tmp_path: Path) -> None:
+    """Uneven micro-batches pass every check, and the screen and the page say both losses in one line."""
+    asked = ["--uneven", "--accumulate", "2", "--clip", "0.5", "--norm-type", "inf", "--clip-eps", "0"]
+    result = run(*SMALL, *asked, out=tmp_path)
+    assert result.exit_code == 0, result.output
+    found = results.load(tmp_path / "results.json")
+    step = found.scheme("ZeRO-3").steps[-1]
+    assert step.mean_of_means is not None
+    assert step.mean_of_means != step.loss
+    line = (
+        f"Uneven batches: over all rows the loss of step {step.step} is {step.loss:.6f}; the naive mean of the ranks' "
+        f"means, 0 where there are no rows, would have been {step.mean_of_means:.6f}."
+    )
+    assert line.replace(" ", "") in "".join(result.output.split())
+    assert line in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    said = "clipped to 0.5 (inf norm, eps 0), 2 micro-batches, reduced after each, uneven batches"
+    assert said.replace(" ", "") in "".join(result.output.split())
+
+
+def test_averaged_over_ranks_there_is_no_other_mean(tmp_path: Path) -> None:
+    """What is taken is the mean of means, which is said at the top and not again."""
+    result = run(*SMALL, "--uneven", "--average", "ranks", out=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "uneven batches, averaged over ranks" in " ".join(result.output.split())
+    assert "naive mean" not in result.output
+    for record in results.load(tmp_path / "results.json").schemes:
+        assert all(step.mean_of_means == step.loss for step in record.steps)
+
+
 def test_a_scale_that_rounds_is_noted(tmp_path: Path) -> None:
     """A loss scale that is no power of two is taken, and said to round."""
     result = run(*SMALL, "--steps", "1", "--loss-scale", "1000", out=tmp_path)
@@ -292,11 +322,18 @@ CHOICES = {
     "wire_params": [*WIRES, "int8"],
     "gather": ["layer", "model"],
     "data": ["noise", "digits"],
+    "sync": ["each", "end"],
+    "average": ["rows", "ranks"],
     "optimizer": ["adam", "adamw"],
 }
 # Options without choices of what a training step is; a flag has no value.
 STEP: dict[str, list[str]] = {
     "clip": ["0.5"], "loss_scale": ["1024", "dynamic"], "uneven": [""], "warmup": ["3"], "resume_at": ["1", "1:3"],
+    "accumulate": ["2"], "find_unused": [""], "clip_eps": ["0"], "norm_type": ["2", "inf"],
+}  # fmt: skip
+CLIPPED = ["--clip", "0.5"]
+BESIDE = {  # what an option does nothing without
+    "norm_type": CLIPPED, "clip_eps": CLIPPED, "average": ["--uneven"], "sync": ["--accumulate", "2"],
 }  # fmt: skip
 
 
@@ -323,6 +360,7 @@ def test_what_the_lab_writes_the_report_reads(tmp_path: Path, option: str, value
         f"--{option.replace('_', '-')}",
         *filter(None, [value]),
         *precision.get(value, []),
+        *BESIDE.get(option, []),
     ]
     with mock.patch.multiple("zerosim.report.plots", figures=lambda _: {}):
         result = run(*arguments, out=tmp_path / "lab")

@@ -5,7 +5,9 @@ import sys
 import numpy as np
 import pytest
 
+from helpers import lab_settings
 from zerosim.lab.data import DATA, batches
+from zerosim.lab.experiment import batches_of, rows_of
 
 WIDTHS = {"noise": (5, 3), "digits": (64, 64)}
 
@@ -38,6 +40,23 @@ def test_noise_is_what_the_mission_draws() -> None:
         for x, y in step:
             assert x.tobytes() == rng.standard_normal((5, 64)).astype(np.float32).tobytes()
             assert y.tobytes() == rng.standard_normal((5, 64)).astype(np.float32).tobytes()
+
+
+def test_uneven_micro_batches_differ_by_rank_and_from_each_other() -> None:
+    """Each has up to its share of the rows, some none, never all, and no row twice; the first window is short."""
+    asked = lab_settings(uneven=True, accumulate=3, batch=6, steps=5)
+    steps = list(batches_of(asked, 7, 5))
+    counts = [[[len(x) for x, _ in pairs] for pairs in batch] for batch in steps]
+    assert [{len(each) for each in step} for step in counts] == [{2}] + [{3}] * 4
+    assert {count for step in counts for each in step for count in each} == {0, 1, 2}
+    assert all(max(max(each) for each in step) == 2 for step in counts)
+    assert any(len(set(each)) > 1 for step in counts for each in step)
+    assert any(len({each[0] for each in step}) > 1 for step in counts)
+    assert [rows_of(batch) for batch in steps] == [tuple(map(max, zip(*step, strict=True))) for step in counts]
+    alone = lab_settings(uneven=True, accumulate=2, batch=2)
+    assert {max(rows_of(batch)) for batch in batches_of(alone, 1, 41)} == {1}
+    rows = np.concatenate([x for batch in steps for pairs in batch for x, _ in pairs])
+    assert len(np.unique(rows, axis=0)) == len(rows)
 
 
 def test_digits_are_to_be_reproduced() -> None:

@@ -77,10 +77,24 @@ STEP: list[dict[str, Any]] = [
     {"loss_scale": LossScale(1024.0, dynamic=False)},
     {**SCALED, "steps": 6},
     {"uneven": True, "ranks": 5, "batch": 3},
+    {"uneven": True, "batch": 3, "average": "ranks"},
+    {"clip": 0.5, "norm_type": float("inf")},
+    {"clip": 2.0**-20, "clip_eps": 0.0, "precision": "fp32"},
+    {"find_unused": True},
+    *(
+        {"accumulate": count, "sync": sync, "batch": 6, "uneven": uneven, "steps": 2, "wire": wire}
+        for count, sync, uneven, wire in [
+            (2, None, False, "fp32"),
+            (3, "end", False, "fp16"),
+            (2, "each", True, "fp16"),
+            (3, "end", True, "fp32"),
+        ]
+    ),
     {"weight_decay": 0.1, "warmup": 2, "steps": 3},
     {"resume_at": 1, "steps": 2, "capacity": 2000},
 ]
 AS_RUN = {"clip": 0.5, **SCALED, "uneven": True, "weight_decay": 0.1, "warmup": 2, "wire_params": "int8"}
+MORE = {"accumulate": 2, "norm_type": float("inf"), "find_unused": True, "batch": 4}
 CHOSEN: list[dict[str, Any]] = [
     *filter(sound, RECIPES),
     *({"gather": gather} for gather in choices("gather")),
@@ -89,6 +103,7 @@ CHOSEN: list[dict[str, Any]] = [
     {"ranks": 4, "node": 2, "host_capacity": 10**6},
     *STEP,
     *({"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "resume_ranks": ranks} | AS_RUN for ranks in (2, 4, 6)),
+    *({"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "sync": sync} | AS_RUN | MORE for sync in ("each", "end")),
     {"capacity": 2000},
 ]
 
@@ -286,6 +301,9 @@ def test_a_wrong_prediction_of_what_fits_is_a_failure(monkeypatch: pytest.Monkey
         ({"precision": "fp8"}, ValueError, r"one of mixed, bf16, fp32, .*; got 'fp8'"),
         ({"wire": "bf16"}, ValueError, r"carry the working copy exactly"),
         ({"gather": "all"}, ValueError, r"one of layer, model; got 'all'"),
+        ({"accumulate": 3, "batch": 8}, ValueError, r"lab\(batch\).*accumulate.*3.*8|lab\(batch\).*8.*3"),
+        ({"sync": "end"}, ValueError, r"lab\(sync\): of one micro-batch it says nothing; got 'end'"),
+        ({"norm_type": float("inf")}, ValueError, r"norm_type\): without clip it does nothing; got inf"),
         ({"data": "mnist"}, ValueError, r"one of noise, digits; got 'mnist'"),
         ({"data": "digits"}, ValueError, r"64 inputs and outputs"),
         ({"ranks": 2**40, "widths": [64, 128, 128, 64]}, MemoryError, r"B\), and|would take .* ranks="),

@@ -60,7 +60,7 @@ def test_a_row_of_ones_own_has_a_reference_and_a_stricter_world(row: Stage) -> N
     """Training that was written a second time, and the sanitizer, take the row itself, and find nothing wrong."""
     mine, settings = replace(row, name="mine"), lab_settings(ranks=RANKS, node=NODE, widths=list(WIDTHS))
     steps: list[Sequence[Pair]] = [draw(RANKS, widths=WIDTHS, seed=step) for step in (1, 2)]
-    plain = [Reference(each, WIDTHS, 0, RANKS, "mixed", "fp32", node=NODE) for each in (row, mine)]
+    plain = [Reference(each, settings, RANKS) for each in (row, mine)]
     for number, batch in enumerate(steps, start=1):
         for reference in plain:
             reference.reach(number, batch)

@@ -49,6 +49,9 @@ NIGHT = {
         widths=WIDTHS, precisions=["bf16"], rows=list(ROWS),
         schedule={"node": 2, "wire_params": "int8", "prefetch": 1, "bucket": 12_345},
     ),
+    "the largest magnitude": real_settings(
+        steps=1, rows=[*SCHEMES, HSDP], schedule={"node": 2, "clip": 0.5, "norm_type": float("inf")}
+    ),
     "every option": real_settings(
         batch=6, rows=list(ROWS), wire="working",
         schedule={

@@ -156,3 +156,15 @@ def test_steps_are_saved(tmp_path: Path) -> None:
     for run in (straight, again):
         run.step(batch(USED, UNUSED))
     assert again.full_theta().tobytes() == straight.full_theta().tobytes()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_rank_without_rows_has_no_gradients(row: Stage) -> None:
+    """Where the others have none of a parameter, or have one, it has no say; its neighbours' rows decide."""
+    for second, updates, expected in ((UNUSED, [1, 2], AFTER_ONE), (USED, [2, 2], 1 - 2 * (1 - AFTER_ONE))):
+        run = run_of(row, 4, node=2, uneven=True)
+        run.step(batch(*[USED] * 4))
+        pairs = batch(*[second] * 4)
+        run.step([*pairs[:3], tuple(array[:0] for array in pairs[3])])
+        assert run.buckets[0].updates == updates
+        assert weight(run) == pytest.approx(expected, abs=2e-5)

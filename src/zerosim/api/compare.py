@@ -51,7 +51,7 @@ class Comparison:
         """One run that was stepped by hand."""
         done = [report for report in run.reports if report.complete]
         settings = recording.settings_of(run.model, run.ring.size, run.options, steps=len(done))
-        record = recording.scheme_record(run.stage, done, done[-1] if done else None)
+        record = recording.scheme_record(run.stage, done, done[-1] if done else None, uneven=run.options.uneven)
         return cls(recording.results(settings, run.model.n_params, [record]))
 
     @property
@@ -178,7 +178,7 @@ class _Plain:
     """A row in training that nothing predicts."""
 
     def __init__(self, row: Stage, model: Any, ranks: int, options: Options) -> None:
-        self.row = row
+        self.row, self._options = row, options
         self.order = row.on(ranks, options.node).order(options.wire_params)
         self.out_of_memory: OutOfMemoryRecord | None = None
         self._scheme: Scheme | None = None
@@ -212,7 +212,8 @@ class _Plain:
 
     def record(self) -> SchemeRecord:
         log = self._scheme.reports[-1] if self._scheme and self._scheme.reports else None
-        return recording.scheme_record(self.row, self.reports, log, self.out_of_memory)
+        uneven = self._options.uneven
+        return recording.scheme_record(self.row, self.reports, log, self.out_of_memory, uneven=uneven)
 
 
 __all__ = ["Comparison", "compare"]

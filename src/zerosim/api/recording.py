@@ -55,13 +55,14 @@ def shared_options() -> list[str]:
 
 
 def scheme_record(
-    row: Stage, reports: Sequence[Report], log: Report | None, ended: OutOfMemoryRecord | None = None
-) -> SchemeRecord:
+    row: Stage, reports: Sequence[Report], log: Report | None, ended: OutOfMemoryRecord | None = None, *,
+    uneven: bool = False,
+) -> SchemeRecord:  # fmt: skip
     """A run without a prediction: the steps that completed, and the log of one report."""
     return SchemeRecord(
         row=row,
         prediction=None,
-        steps=[step_record(report) for report in reports if report.complete],
+        steps=[step_record(report, uneven=uneven) for report in reports if report.complete],
         events=event_records(log) if log else [],
         out_of_memory=ended,
     )

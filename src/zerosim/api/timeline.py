@@ -52,7 +52,7 @@ class Timeline:
         done = [*run.reports[: report.step - 1], replace(report, complete=True)]  # also one that ended early
         settings = recording.settings_of(run.model, run.ring.size, run.options, steps=len(done))
         self._results = recording.results(
-            settings, run.model.n_params, [recording.scheme_record(run.stage, done, report)]
+            settings, run.model.n_params, [recording.scheme_record(run.stage, done, report, uneven=run.options.uneven)]
         )
         self.peak = report.peak
 

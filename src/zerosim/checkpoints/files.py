@@ -134,9 +134,12 @@ def writing(folder: Path) -> Iterator[None]:
     before = set(folder.glob("*.safetensors"))
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for path in set(folder.glob("*.safetensors")) - before:
             path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            left = "What was there before is whole" if before else "Nothing of it is left"
+            raise OSError(error.errno, f"save: {error.strerror or error}. {left}", str(folder)) from error
         raise
     finally:
         lock.unlink(missing_ok=True)

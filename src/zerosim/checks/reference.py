@@ -18,14 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from zerosim.bands import Array, Band, DType
-from zerosim.checks import told
+from zerosim.checks import perceptron, told
+from zerosim.checks.perceptron import Given
 from zerosim.stages import Over, Stage
+
+if TYPE_CHECKING:
+    from zerosim.records.settings import Settings
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 WIRE: dict[str, DType] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
@@ -37,11 +41,9 @@ RECIPES: dict[str, tuple[DType, DType]] = {
 LR, BETA1, BETA2, EPS = 1e-2, 0.9, 0.999, 1e-8  # Adam's
 SHARE_A_SCALE = 256  # of the parameters that are sent in int8
 
-Pair = tuple[Array, Array]
-
 
 class Reference:
-    """A perceptron trained under one ``row`` on N ranks, each with rows of its own, in groups of ``node``.
+    """A perceptron trained under one ``row`` on N ranks, each with rows of its own, as the settings have it.
 
     ``states`` has, by band, an array for each layer of P parameters, L being P padded to a multiple of N:
     [N, L], a row for each rank that has all of it, [D, L] where the D groups shard it, [1, L] where all
@@ -49,25 +51,22 @@ class Reference:
     averaged ones.
     """
 
-    def __init__(
-        self, row: Stage, widths: Sequence[int], seed: int, ranks: int, precision: str, wire: str, kept: float = 1,
-        node: int | None = None, wire_params: str | None = None, clip: float | None = None, loss_scale: Any = None,
-        uneven: bool = False, weight_decay: float = 0, warmup: int = 0,
-    ) -> None:  # fmt: skip
-        self.row, self.ranks, self.kept, self.node, self.members = row, ranks, kept, node, node or ranks
+    def __init__(self, row: Stage, settings: Settings, ranks: int, kept: float = 1) -> None:
+        self.row, self.asked, self.ranks, self.kept = row, settings, ranks, kept
+        self.members = settings.node or ranks
         self.groups = ranks // self.members
-        (self.working, self.averaged), self.wire = RECIPES[precision], WIRE[wire]
-        self.wire_params: DType | str = "int8" if wire_params == "int8" else WIRE[wire_params or wire]
-        self.clip, self.uneven, self.weight_decay, self.warmup = clip, uneven, weight_decay, warmup
-        self.scale = None if loss_scale is None else told.ScaleAccount(loss_scale)
+        (self.working, self.averaged), self.wire = RECIPES[settings.precision], WIRE[settings.wire]
+        sent = settings.wire_params or settings.wire
+        self.wire_params: DType | str = "int8" if sent == "int8" else WIRE[sent]
+        self.scale = None if settings.loss_scale is None else told.ScaleAccount(settings.loss_scale)
         self.norm: float | None = None
         self.skipped = False
         self.steps = self.updates = self.resumed = 0
         self.loss, self.scale_used = float("nan"), 1.0
-        self._shapes = list(pairwise(widths))
-        rng = np.random.default_rng(seed)
+        self._shapes = list(pairwise(settings.widths))
+        rng = np.random.default_rng(settings.model_seed)
         whole = [self._padded(rng.standard_normal(shape) * np.sqrt(2 / shape[0])) for shape in self._shapes]
-        self._alike = kept == 1 and wire_params != "int8"
+        self._alike = kept == 1 and sent != "int8"
         main = [np.repeat(layer, self._copies(row.optimizer), axis=0) for layer in whole]
         params = [np.repeat(layer, self._copies(row.params), axis=0) for layer in whole]
         self.states: dict[Band, list[Array]] = {
@@ -116,7 +115,7 @@ class Reference:
         """Go on after so many steps on ``ranks`` ranks, with what the first of those that had it has of each state."""
         if self.resumed == step:
             return
-        self.resumed, self.ranks, self.members = step, ranks, self.node or ranks
+        self.resumed, self.ranks, self.members = step, ranks, self.asked.node or ranks
         self.groups = ranks // self.members
         for band, layers in self.states.items():
             copies = self._copies(self.row.params if band is Band.PARAMS else self.row.optimizer)
@@ -127,38 +126,46 @@ class Reference:
                 layers[layer] = np.repeat(whole, copies, axis=0)
         self.loaded = {band: list(layers) for band, layers in self.states.items()}
 
-    def reach(self, step: int, batch: Sequence[Pair]) -> None:
-        """Take the ``step``-th step, counted from 1, on one (x [B, I], y [B, O]) per rank, unless it is taken."""
+    def reach(self, step: int, batch: Sequence[Given]) -> None:
+        """Take the ``step``-th step, counted from 1, on what each rank is given, unless it is taken.
+
+        That is a pair (x [B, I], y [B, O]) to be cut into micro-batches, or a list of them.
+        """
         if self.steps >= step:
             return
         self.steps += 1
+        k = self.asked.accumulate
+        parts = [*zip(*(perceptron.micro_batches(each, k) for each in batch), strict=True)]  # [micro-batch][rank]
+        over_rows = self.asked.uneven and self.asked.average == "rows"
+        scale = 1.0 if self.scale is None else self.scale.scale
         with np.errstate(all="ignore"):
             full = [self._forward_params(params) for params in self.states[Band.PARAMS]]
-            outputs = self._forward(full, batch)
-            errors = [output[-1] - y for output, (_, y) in zip(outputs, batch, strict=True)]
-            rows = [len(x) for x, _ in batch]
-            losses = [np.square(error).mean(dtype=np.float64) if len(error) else 0.0 for error in errors]
-            self.loss = float(np.average(losses, weights=rows) if self.uneven else np.mean(losses))
-            heard = told.totals(rows, self.kept) if self.uneven else [float(self.ranks)] * self.ranks
-            slopes = [
-                error
-                * FP32.type(2 / max(error.size, 1))
-                * FP32.type((count if self.uneven else 1) * self.ranks / total)
-                for error, count, total in zip(errors, rows, heard, strict=True)
-            ]
-            scale = 1.0 if self.scale is None else self.scale.scale
-            slopes = [slope * FP32.type(scale) for slope in slopes]
-            found = self._backward([self._backward_params(each) for each in full], outputs, slopes)
-            self._apply([self._average(grads) for grads in found], scale)
+            weights = [[len(x) if over_rows else 1 for x, _ in part] for part in parts]
+            heard = told.totals([sum(column) for column in zip(*weights, strict=True)], self.kept)
+            losses: list[float] = []
+            found: list[list[Array]] = []  # [micro-batch][layer]
+            for part, counts in zip(parts, weights, strict=True):
+                outputs = perceptron.forward(self._shapes, full, part)
+                errors = [output[-1] - y for output, (_, y) in zip(outputs, part, strict=True)]
+                losses += [float(np.square(error).mean(dtype=np.float64)) if len(error) else 0.0 for error in errors]
+                slopes = []
+                for error, count, total in zip(errors, counts, heard, strict=True):
+                    share = count * self.ranks * k / total if over_rows else 1
+                    slopes.append(error * FP32.type(2 / max(error.size, 1)) * FP32.type(share) * FP32.type(scale))
+                params = [self._backward_params(each) for each in full]
+                found.append(perceptron.backward(self._shapes, params, outputs, slopes, self.averaged))
+            self.loss = float(np.average(losses, weights=np.ravel(weights)) if over_rows else np.mean(losses))
+            self._apply([self._average(layer) for layer in zip(*found, strict=True)], scale)
 
     def _apply(self, averages: list[Array], scale: float) -> None:
         """Update, or, where a gradient is not finite and the loss is scaled, leave everything as it was."""
         self.states[Band.GRADS], self.scale_used = averages, scale
         factors = np.full(self.ranks, FP32.type(1 / scale))  # by rank
-        if self.clip is not None:
+        if self.asked.clip is not None:
             norms = self._norms([average.astype(FP32) * factors[0] for average in averages])
             self.norm = float(norms[0])
-            factors = np.array([factors[0] * told.coefficient(norm, self.clip) for norm in norms])
+            clip, eps = self.asked.clip, self.asked.clip_eps
+            factors = np.array([factors[0] * told.coefficient(norm, clip, eps) for norm in norms])
         if self.scale is not None:
             self.skipped = not all(np.isfinite(average.astype(FP32)).all() for average in averages)
             self.scale.step(finite=not self.skipped)
@@ -170,10 +177,10 @@ class Reference:
 
     def _norms(self, grads: Sequence[Array]) -> list[Any]:
         """The norm on each rank, of the optimizer's copies of the gradients [N, D or 1, L] of each layer."""
-        copies, cut = len(grads[0]), self._cut(self.row.optimizer)
+        copies, cut, kind = len(grads[0]), self._cut(self.row.optimizer), self.asked.norm_type
         sums = []
         for layer in grads:
-            by_copy = [[told.sum_of_squares(piece) for piece in copy.reshape(self.ranks, -1)] for copy in layer]
+            by_copy = [[told.measure(piece, kind) for piece in copy.reshape(self.ranks, -1)] for copy in layer]
             sums.append([by_copy[rank * copies // self.ranks] for rank in range(self.ranks)])
 
         def owner(rank: int, piece: int) -> tuple[int, int]:
@@ -186,7 +193,7 @@ class Reference:
             shard = piece // self.groups
             return group * self.members + shard, (shard - member) % self.members
 
-        return told.norms(sums, self.ranks, owner, self.kept)
+        return told.norms(sums, self.ranks, owner, self.kept, kind)
 
     def _owner(self, piece: int) -> int:
         """The rank that owns a piece of N: over two axes rank d S + s has piece s D + d."""
@@ -207,38 +214,6 @@ class Reference:
                 table[copy, piece] = factors[self._owner(piece) if cut == self.ranks else within]
         return np.repeat(table, length // self.ranks, axis=1)
 
-    # -- the model, rank by rank
-
-    def _forward(self, full: Sequence[Array], batch: Sequence[Pair]) -> list[list[Array]]:
-        """For each rank its input and every layer's output."""
-        outputs = [[x] for x, _ in batch]
-        for layer, params in enumerate(full):
-            for rank, output in enumerate(outputs):
-                weight, bias = self._split(layer, params[rank % len(params)].astype(FP32))
-                y = output[-1] @ weight + bias
-                output.append(np.maximum(y, 0) if layer < len(self._shapes) - 1 else y)
-        return outputs
-
-    def _backward(self, full: Sequence[Array], outputs: list[list[Array]], slopes: list[Array]) -> list[Array]:
-        """For each layer the gradients [N, L] of each rank's loss, in their dtype; ``slopes`` are its output's."""
-        found: list[Array] = []
-        for layer in reversed(range(len(self._shapes))):
-            params = full[layer]
-            grads = np.zeros((self.ranks, params.shape[1]), self.averaged)
-            for rank in range(self.ranks):
-                weight, _ = self._split(layer, params[rank % len(params)].astype(FP32))
-                x, y = outputs[rank][layer : layer + 2]
-                slope = slopes[rank] if layer == len(self._shapes) - 1 else slopes[rank] * (y > 0)
-                flat = np.concatenate([(x.T @ slope).reshape(-1), slope.sum(axis=0)])
-                grads[rank, : flat.size] = flat.astype(self.averaged)
-                slopes[rank] = slope @ weight.T
-            found.insert(0, grads)
-        return found
-
-    def _split(self, layer: int, flat: Array) -> tuple[Array, Array]:
-        fan_in, fan_out = self._shapes[layer]
-        return flat[: fan_in * fan_out].reshape(fan_in, fan_out), flat[fan_in * fan_out :][:fan_out]
-
     # -- what passes between ranks
 
     def _forward_params(self, params: Array) -> Array:
@@ -256,14 +231,19 @@ class Reference:
         own = np.arange(self.members)
         return self._within_groups(shards[:, own, own].reshape(self.groups, -1), self.wire_params)
 
-    def _average(self, grads: Array) -> Array:
-        """The average of the gradients [N, L], as the optimizer's copies of it [N, D or 1, L]."""
-        wire = self.wire
+    def _average(self, found: Sequence[Array]) -> Array:
+        """The average of each micro-batch's gradients [N, L], as the optimizer's copies of it [N, D or 1, L].
+
+        Micro-batches are added before the first ring adds ranks, or after it, where they are reduced each.
+        """
+        wire, k = self.wire, self.asked.accumulate
+        grads = [perceptron.added(found)] if self.asked.sync == "end" else found
         if not self.two_axes:
-            average = self._sums(grads[None], self.ranks).astype(self.averaged)
+            averages = [self._sums(each[None], self.ranks, k).astype(self.averaged) for each in grads]
             everywhere = self._cut(self.row.optimizer) == 1 and not self._alike
-            return self._among_all(average, wire) if everywhere else average
-        within = self._sums(grads.reshape(self.groups, self.members, -1), self.members).astype(wire)  # [D, L]
+            return perceptron.added([self._among_all(each, wire) for each in averages] if everywhere else averages)
+        groups = [each.reshape(self.groups, self.members, -1) for each in grads]
+        within = perceptron.added([self._sums(each, self.members, k).astype(wire) for each in groups])  # [D, L]
         shards = within.reshape(self.groups, self.members, -1).swapaxes(0, 1)  # [shard, group, G]
         total = self._sums(shards, self.groups).astype(wire).reshape(1, -1)  # [shard, group's chunk] in a row
         if self.row.optimizer is Over.GROUP and not self._alike:
@@ -281,9 +261,10 @@ class Reference:
             params = self._among_groups(params, self.wire_params)
         return self._within_groups(params, self.wire_params) if whole else params
 
-    def _sums(self, tables: Array, size: int) -> Array:
+    def _sums(self, tables: Array, size: int, share: int = 1) -> Array:
         """For each ring of ``size`` members [rings, member, L], the average [rings, L] in fp32, chunk by chunk.
 
+        It is divided by ``share`` as well.
         Chunk c is summed from member c-1 down to member c, rounded at every hop.
         """
         chunk = np.arange(size)
@@ -291,7 +272,7 @@ class Reference:
         total = table[:, chunk - 1, chunk]
         for hop in range(1, size):
             total = total * self.wire.type(self.kept) + table[:, (chunk - 1 - hop) % size, chunk]
-        return (total.astype(FP32) * np.float32(1 / size)).reshape(len(tables), -1)
+        return (total.astype(FP32) * np.float32(1 / (size * share))).reshape(len(tables), -1)
 
     def _gather(self, owned: Array, wire: DType | str) -> Array:
         """What each member gets [rings, member, L] of what a ring's have together [rings, member's chunk, C].
@@ -337,12 +318,13 @@ class Reference:
     def _update(self, layer: int, average: Array, factors: Array) -> None:
         states = {band: arrays[layer] for band, arrays in self.states.items()}
         g = main_grads = average.astype(FP32)
-        if self.clip is not None or self.scale is not None:
+        if self.asked.clip is not None or self.scale is not None:
             g = main_grads * self._factors(factors, *main_grads.shape)
-        lr = LR * (min(1.0, (self.updates - 1) / self.warmup) if self.warmup else 1.0)
+        warmup = self.asked.warmup
+        lr = LR * (min(1.0, (self.updates - 1) / warmup) if warmup else 1.0)
         fan_in, fan_out = self._shapes[layer]
         weights = np.arange(average.shape[1]) < fan_in * fan_out  # biases and padding do not decay
-        decayed = states[Band.MASTER] * np.where(weights, FP32.type(1 - lr * self.weight_decay), FP32.type(1))
+        decayed = states[Band.MASTER] * np.where(weights, FP32.type(1 - lr * self.asked.weight_decay), FP32.type(1))
         m = states[Band.EXP_AVG] + (1 - BETA1) * (g - states[Band.EXP_AVG])
         v = BETA2 * states[Band.EXP_AVG_SQ] + (1 - BETA2) * g * g
         denominator = np.sqrt(v) / (1 - BETA2**self.updates) ** 0.5 + EPS

@@ -52,7 +52,8 @@ from numpy.lib.array_utils import byte_bounds
 
 from zerosim.bands import INT8, Array, Band, DType
 from zerosim.checks.compare import RECOUNTED, against_plain
-from zerosim.checks.reference import Pair, Reference
+from zerosim.checks.perceptron import Given, Pair
+from zerosim.checks.reference import Reference
 from zerosim.comm import Comm
 from zerosim.counts import Event, EventKind, Phase
 from zerosim.layers import Layer, MicroBatch
@@ -71,13 +72,13 @@ KEPT = 7 / 8  # exact in every dtype, and a loss that survives rounding to any o
 HOW = ", where messages lose an eighth on the way"
 PASSED = "bytes of {} sent by {}, counted as they pass"
 AT_REST = "at rest"
-TOLD = ("rows", "norm")  # the tags of what is a few numbers for each rank
+TOLD = ("rows", "norm", "used")  # the tags of what is a few numbers for each rank
 OUTSIDE, SHARED = "bytes outside the ledger", "bytes of {} of {} that are also {}"
 
 Pause = Callable[[str], None]
 
 
-def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[Pair]]) -> list[Failure]:
+def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[Given]]) -> list[Failure]:
     """Train ``row`` in the strict world and report whatever is not as it must be.
 
     Memory is looked at after every step, and within the last: it meets what the first have left.
@@ -86,11 +87,7 @@ def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[P
     options = replace(settings.options(), capacity=None, host_capacity=None)
     scheme = row(model, ranks, options, ring=ring, collectives=SanitizerComm)
     watch = Watch(scheme, ring.world, model)
-    reference = Reference(
-        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, KEPT, settings.node,
-        settings.wire_params, settings.clip, settings.loss_scale, settings.uneven, settings.weight_decay,
-        settings.warmup,
-    )  # fmt: skip
+    reference = Reference(row, settings, ranks, KEPT)
     failures: list[Failure] = []
     for step, batch in enumerate(batches, start=1):
         watch.begin(step, batch, last=step == len(batches))
@@ -206,10 +203,10 @@ class Watch:
     def __init__(self, scheme: Scheme, world: World, model: SanitizerMLP) -> None:
         self._scheme, self._world, self._model = scheme, world, model
         self._step, self._last = 0, False
-        self._batch: Sequence[Pair] = ()
+        self._batch: Sequence[Given] = ()
         self._found: dict[tuple[int, str], tuple[str, int, int]] = {}  # by rank and quantity: when, and both values
 
-    def begin(self, step: int, batch: Sequence[Pair], *, last: bool) -> None:
+    def begin(self, step: int, batch: Sequence[Given], *, last: bool) -> None:
         """A step begins; memory is looked at within the ``last``."""
         self._step, self._batch, self._last, self._found = step, batch, last, {}
         if last:
@@ -242,7 +239,8 @@ class Watch:
         self._recount(live, when)
         self._overlaps(live, when)
         free = [array for array in self._world.handed if id(_owner(array)) not in held]
-        given = [array for pair in self._batch for array in pair]
+        pairs = [pair for each in self._batch for pair in (each if isinstance(each, list) else [each])]
+        given = [array for pair in pairs for array in pair]
         given += [] if self._world.told is None else [self._world.told]
         for values in _variables(sys._getframe(1)):  # a batch whose ranks differ is laid out anew
             parts = values if isinstance(values, list) else [values]

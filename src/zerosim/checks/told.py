@@ -14,7 +14,7 @@ import numpy as np
 
 from zerosim.bands import Array
 
-LANES, EPS = 256, 1e-6
+LANES = 256
 FP32 = np.float32
 
 
@@ -59,8 +59,10 @@ def totals(weights: Sequence[float], kept: float) -> list[float]:
     ]
 
 
-def sum_of_squares(piece: Array) -> np.float32:
-    """A piece's squares, 256 lanes added down and then halved."""
+def measure(piece: Array, norm_type: float) -> np.float32:
+    """A piece's squares, 256 lanes added down and then halved; or its largest magnitude."""
+    if norm_type != 2:
+        return FP32(np.max(np.abs(piece)))
     lanes = np.zeros(LANES, FP32)
     for start in range(0, len(piece), LANES):
         some = piece[start : start + LANES]
@@ -74,7 +76,9 @@ def sum_of_squares(piece: Array) -> np.float32:
 Owner = Callable[[int, int], tuple[int, int]]  # of a rank and a piece: who tells that rank of it, after how many hops
 
 
-def norms(sums: Sequence[Sequence[Sequence[np.float32]]], ranks: int, owner: Owner, kept: float) -> list[np.float32]:
+def norms(
+    sums: Sequence[Sequence[Sequence[np.float32]]], ranks: int, owner: Owner, kept: float, norm_type: float
+) -> list[np.float32]:
     """The norm on each rank, from ``sums[layer][rank][piece]``, pieces added in order, layers in order."""
     found = []
     for rank in range(ranks):
@@ -82,11 +86,12 @@ def norms(sums: Sequence[Sequence[Sequence[np.float32]]], ranks: int, owner: Own
         for layer in sums:
             for piece in range(ranks):
                 teller, hops = owner(rank, piece)
-                total = total + as_heard(layer[teller][piece], hops, kept)
-        found.append(np.sqrt(total))
+                heard = as_heard(layer[teller][piece], hops, kept)
+                total = total + heard if norm_type == 2 else np.maximum(total, heard)
+        found.append(np.sqrt(total) if norm_type == 2 else total)
     return found
 
 
-def coefficient(norm: np.float32, most: float) -> np.float32:
+def coefficient(norm: np.float32, most: float, eps: float) -> np.float32:
     """What gradients of that norm are multiplied by, to have ``most`` of it."""
-    return min(FP32(most) / (norm + FP32(EPS)), FP32(1))
+    return min(FP32(most) / (norm + FP32(eps)), FP32(1))

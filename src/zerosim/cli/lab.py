@@ -20,7 +20,7 @@ from zerosim.cli.errors import errors_for_people, printing, replacing, writable
 from zerosim.cli.report import PAGE, save_pages
 from zerosim.lab.data import DATA
 from zerosim.optimizer import AdamW
-from zerosim.options import Gather
+from zerosim.options import Average, Gather, Sync
 from zerosim.records.results import Results, Settings, encode, save
 from zerosim.stages import SCHEMES, Stage
 
@@ -76,9 +76,46 @@ RESULTS = "results.json"
 )
 @click.option("--clip", type=float, default=None, help="The largest norm of all gradients together.")
 @click.option(
+    "--norm-type",
+    type=float,
+    default=2.0,
+    show_default=True,
+    help="Which norm that is: 2, the root of the sum of squares, or inf, the largest magnitude.",
+)
+@click.option(
+    "--clip-eps", type=float, default=1e-6, show_default=True, help="Added to the norm before it divides --clip."
+)
+@click.option(
     "--loss-scale", type=shared.Scale(), default=None, help="What the loss is scaled by; dynamic: as GradScaler does."
 )
-@click.option("--uneven", is_flag=True, help="Ranks have up to --batch rows, as the seed draws them, and some none.")
+@click.option(
+    "--accumulate",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Micro-batches that a step's --batch rows are cut into.",
+)
+@click.option(
+    "--sync",
+    type=click.Choice(get_args(Sync)),
+    default=None,
+    help="When all schemes reduce their gradients, after each micro-batch or at the end: those that reduce at other "
+    "times sum in another order.  [default: each]",
+)
+@click.option(
+    "--uneven",
+    is_flag=True,
+    help="Ranks, and their micro-batches, have up to their share of --batch rows, as the seed draws them, and some "
+    "none; the first step has one micro-batch fewer.",
+)
+@click.option(
+    "--average",
+    type=click.Choice(get_args(Average)),
+    default="rows",
+    show_default=True,
+    help="Over what uneven batches are averaged: all rows, or the ranks' own means, as DDP does.",
+)
+@click.option("--find-unused", is_flag=True, help="Ranks tell each other which parameters they have gradients of.")
 @click.option(
     "--optimizer", type=click.Choice(["adam", "adamw"]), default="adam", show_default=True, help="What updates."
 )

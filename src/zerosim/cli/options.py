@@ -210,6 +210,7 @@ _SCHEDULE: dict[str, tuple[Any, str]] = {
     "accumulate": (click.IntRange(min=1), "Micro-batches that a step's batch is cut into."),
     "sync": (click.Choice(get_args(Sync)), "When gradients are reduced: after each micro-batch, or at the end."),
     "clip": (click.FloatRange(min=0, min_open=True), "The largest norm of all gradients together."),
+    "norm_type": (float, "Which norm that is: 2, the root of the sum of squares, or inf, the largest magnitude."),
 }
 
 
@@ -225,7 +226,8 @@ def schedule() -> Decorator:
         return with_schedule
 
     options = [
-        click.option(f"--{name}", type=kind, default=None, help=said) for name, (kind, said) in _SCHEDULE.items()
+        click.option(f"--{name.replace('_', '-')}", type=kind, default=None, help=said)
+        for name, (kind, said) in _SCHEDULE.items()
     ]
     flags = [
         click.option("--all-reduce", is_flag=True, help="All-reduce gradients where they could be reduce-scattered."),

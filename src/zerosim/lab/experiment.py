@@ -7,19 +7,20 @@ runs there are, nor the order in which they are made.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 import numpy as np
 
 from zerosim import theory
 from zerosim.checks import compare, sanitizer
+from zerosim.checks.perceptron import Given
 from zerosim.checks.reference import Reference
 from zerosim.counts import Report
 from zerosim.lab.as_records import event_records, plain, prediction, shortage, step_record
-from zerosim.lab.data import Pair, batches
+from zerosim.lab.data import batches
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (
@@ -55,36 +56,41 @@ def job_of(settings: Settings, model: MLP, row: Stage, ranks: int) -> theory.Job
         wire_params=settings.wire_params,
         clip=settings.clip is not None,
         loss_scale=settings.loss_scale is not None,
-        uneven=settings.uneven,
+        uneven=settings.uneven and settings.average == "rows",
         weight_decay=settings.weight_decay > 0,
+        accumulate=settings.accumulate,
+        sync=settings.reduced(),
+        find_unused=settings.find_unused,
     )
 
 
-def batches_of(settings: Settings, ranks: int, steps: int, *, resumed: bool = False) -> Iterator[list[Pair]]:
+def batches_of(settings: Settings, ranks: int, steps: int, *, resumed: bool = False) -> Iterator[list[Given]]:
     """The batches that so many ranks train on, step by step; uneven ones have fewer rows, some none, never all.
 
-    ``resumed`` says that after a run is resumed they are those of as many ranks as it has then.
+    Uneven micro-batches are lists, of which the first of several steps has one fewer. ``resumed`` says that after a
+    run is resumed the batches are those of as many ranks as it has then.
     """
     widths = settings.widths[0], settings.widths[-1]
     widest = max(ranks, settings.resume_ranks or 0) if resumed else ranks
     rng = np.random.default_rng([settings.seed, ranks])
     drawn = batches(settings.data, widest, steps, settings.batch, widths, settings.seed)
     for step, whole in enumerate(drawn, start=1):
-        batch = whole[: settings.ranks_in(step) if resumed else ranks]
+        batch: list[Given] = [*whole[: settings.ranks_in(step) if resumed else ranks]]
         if settings.uneven:
-            rows = rng.integers(0, settings.batch, size=len(batch), endpoint=True)
-            rows[rng.integers(len(batch))] = settings.batch
-            batch = [(x[:count], y[:count]) for (x, y), count in zip(batch, rows.tolist(), strict=True)]
+            parts = settings.accumulate - (step == 1 < min(steps, settings.accumulate))
+            rows = rng.integers(0, most := settings.batch // settings.accumulate, (len(batch), parts), endpoint=True)
+            rows.flat[rng.integers(rows.size)] = most
+            for rank, ((x, y), counts) in enumerate(zip(whole, rows.tolist(), strict=False)):
+                ends = [*accumulate(counts)]
+                cut = [(x[end - count : end], y[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+                batch[rank] = cut if settings.accumulate > 1 else cut[0]
         yield batch
 
 
-def plain_training(row: Stage, settings: Settings, ranks: int) -> Reference:
-    """What all rows that sum in this one's order, on so many ranks, are held against."""
-    return Reference(
-        row, settings.widths, settings.model_seed, ranks, settings.precision, settings.wire, node=settings.node,
-        wire_params=settings.wire_params, clip=settings.clip, loss_scale=settings.loss_scale, uneven=settings.uneven,
-        weight_decay=settings.weight_decay, warmup=settings.warmup,
-    )  # fmt: skip
+def rows_of(batch: Sequence[Given]) -> tuple[int, ...]:
+    """The most rows that any rank has in each micro-batch, or in all where they are not cut yet."""
+    windows = [each if isinstance(each, list) else [each] for each in batch]
+    return tuple(max(len(x) for x, _ in part) for part in zip(*windows, strict=True))
 
 
 class Run:
@@ -100,7 +106,7 @@ class Run:
         self.row, self._model = row, model
         self._settings, self._resumes = settings, resumes
         self.order = settings.order(row, ranks)
-        self._plain = plain or plain_training(row, settings, ranks)
+        self._plain = plain or Reference(row, settings, ranks)
         self.job = job_of(settings, model, row, ranks)  # of the last step that was begun
         self._begun: list[theory.Job] = []
         self._records: list[tuple[StepRecord, theory.Job]] = []
@@ -131,7 +137,7 @@ class Run:
     def _all_reports(self) -> list[Report]:
         return self._scheme.reports if self._scheme else []
 
-    def step(self, batch: list[Pair]) -> None:
+    def step(self, batch: Sequence[Given]) -> None:
         if not self.running:
             return
         step = len(self._begun) + 1
@@ -139,7 +145,9 @@ class Run:
             if self._resumes and len(self._begun) == self._settings.resume_at:
                 self._resume(step - 1)
             self._plain.reach(step, batch)
-            self.job = replace(self.job, rows=max(len(x) for x, _ in batch), skipped=self._plain.skipped)
+            self.job = replace(self.job, rows=sum(rows := rows_of(batch)), skipped=self._plain.skipped)
+            if self._settings.uneven:
+                self.job = replace(self.job, accumulate=len(rows), parts=rows)
             self._begun.append(self.job)
             self.scheme.step(batch)
         except OutOfMemory as error:

@@ -7,18 +7,16 @@ Must not know what is written or drawn of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from zerosim.checks import compare
+from zerosim.checks.reference import Reference
 from zerosim.counts import Report
-from zerosim.lab.experiment import Run, plain_training
+from zerosim.lab.experiment import Run
 from zerosim.model import MLP
 from zerosim.records.results import Difference, Failure, OutOfMemoryRecord, SchemeRecord, Settings
 from zerosim.schemes import Scheme
 from zerosim.stages import Over, Stage
-
-if TYPE_CHECKING:
-    from zerosim.checks.reference import Reference
 
 
 @runtime_checkable
@@ -55,7 +53,7 @@ def predicted(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int,
     for row in rows:
         order = settings.order(row, ranks)
         if order not in plain:
-            plain[order] = plain_training(row, settings, ranks)
+            plain[order] = Reference(row, settings, ranks)
         runs.append(Run(row, settings, model, ranks, plain[order], resumes=resumes))
     return runs
 

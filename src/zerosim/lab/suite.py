@@ -78,6 +78,9 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
         )
     if settings.resume_ranks and settings.resume_at is None:
         raise ValueError("lab(resume_ranks): ranks to resume on are of a run that is resumed. Say after which step.")
+    arguments.divides("lab(batch)", "accumulate", settings.accumulate, settings.batch)
+    if settings.sync and settings.accumulate == 1:
+        raise ValueError(f"lab(sync): of one micro-batch it says nothing; got {settings.sync!r}. Accumulate several.")
     arguments.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
     arguments.check_memory(
@@ -127,7 +130,8 @@ def _sweep(
 
 def _ablations(settings: Settings, model: MLP, advance: Advance) -> Ablations:
     """With one rank there is nothing to see, and fp32 parameters cannot travel in 16 bits."""
-    settings = msgspec.structs.replace(settings, uneven=False)  # of what these rules are worth, that is no part
+    even = {"uneven": False, "average": "rows"}  # of what these rules are worth, that is no part
+    settings = msgspec.structs.replace(settings, **even)
     several = settings.ranks > 1
     advance("gathering the whole model at once")
     gather = ablations.whole_model_gather(settings, model) if several else None

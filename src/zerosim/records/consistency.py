@@ -30,7 +30,7 @@ from zerosim.records.results import (
 from zerosim.stages import Over
 
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
-_SENT = _BANDS | {"rows", "norm"}  # what ranks tell each other in a few numbers has tags of its own
+_SENT = _BANDS | {"rows", "norm", "used"}  # what ranks tell each other in a few numbers has tags of its own
 
 
 def load(path: Path) -> Results:
@@ -51,6 +51,8 @@ def contradictions(results: Results) -> Iterator[str]:
         yield f"a seed is 0 or more, not {min(settings.seed, settings.model_seed)}"
     if not settings.batch and settings.data != recorded.OWN:
         yield "a batch has one row or more"
+    if settings.batch % settings.accumulate:
+        yield f"{settings.batch} rows cannot be cut into {settings.accumulate} micro-batches"
     if settings.resume_at is not None and settings.resume_at >= settings.steps:
         yield f"a run that is resumed after step {settings.resume_at} has more steps than {settings.steps}"
     names = [record.name for record in results.schemes]
@@ -118,6 +120,8 @@ def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
     node = settings.node or ranks
     if (step.norm is None) != (settings.clip is None) or (settings.loss_scale is None and step.scale != 1):
         yield "a norm is that of a run that clips, and a scale that of one that scales its loss"
+    if (step.mean_of_means is None) == settings.uneven:
+        yield "the mean of the ranks' means is that of a run on uneven batches"
     if (step.skipped and settings.loss_scale is None) or not step.scale > 0:
         yield f"no step is skipped unless the loss is scaled, by more than 0; got {step.scale}"
     for what, bands in (

@@ -9,104 +9,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, cast
 
-import msgspec
-
-from zerosim.optimizer import Adam, AdamW, Schedule
-from zerosim.options import Gather, LossScale, Options
 from zerosim.records.ablations import Ablations, Count
 from zerosim.records.files import Record, encoded, read, write_whole
+from zerosim.records.settings import OWN as OWN
+from zerosim.records.settings import Positive
+from zerosim.records.settings import Settings as Settings
 from zerosim.stages import Stage
 
 SCHEMA = "zerosim.lab/2"
-OWN = "your own"  # data that the lab has not drawn
-
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class Settings(Record):
-    """What was asked for.
-
-    ``batch`` is rows per rank; ``seed`` draws the data and ``model_seed`` the initial weights;
-    ``capacity`` is the bytes of a card, ``host_capacity`` those of the host for each rank, or None for no
-    limit. ``node`` ranks are a group, and ``wire_params`` is what parameters are sent in, if it is not ``wire``.
-    ``clip`` is the largest norm, ``uneven`` says that ranks have up to ``batch`` rows, some none. ``weight_decay``
-    is AdamW's, and with none the optimizer is Adam; the learning rate rises over ``warmup`` updates. After
-    ``resume_at`` steps the run is saved, loaded on ``resume_ranks`` ranks, or on as many, and goes on.
-    ``data`` is ``OWN`` where the caller brought the batches: then the seeds say nothing, and ``batch`` is 0 if it
-    was not always the same. ``model`` names a model that ``widths`` do not describe, and ``others`` are the options
-    that no field has, in words.
-    """
-
-    ranks: Positive
-    steps: Count
-    batch: Count
-    seed: int
-    model_seed: int
-    precision: str
-    wire: str
-    gather: str
-    data: str
-    capacity: Positive | None
-    widths: list[Positive]
-    node: Positive | None = None
-    host_capacity: Positive | None = None
-    wire_params: str | None = None
-    model: str = ""
-    others: dict[str, str] = msgspec.field(default_factory=dict)
-    clip: float | None = None
-    loss_scale: LossScale | None = None
-    uneven: bool = False
-    weight_decay: float = 0.0
-    warmup: Count = 0
-    resume_at: Positive | None = None
-    resume_ranks: Positive | None = None
-
-    def options(self) -> Options:
-        """The options of the training runs. ValueError for what does not go together."""
-        schedule = Schedule(warmup=self.warmup) if self.warmup else None
-        decayed = AdamW(weight_decay=self.weight_decay, schedule=schedule)
-        return Options(
-            clip=self.clip,
-            loss_scale=self.loss_scale,
-            uneven=self.uneven,
-            optimizer=decayed if self.weight_decay else Adam(schedule=schedule),
-            precision=self.precision,
-            wire=self.wire,
-            gather=cast("Gather", self.gather),
-            capacity=self.capacity,
-            host_capacity=self.host_capacity,
-            node=self.node,
-            wire_params=self.wire_params,
-            keep_reports=self.steps,
-        )
-
-    def order(self, row: Stage, ranks: int | None = None) -> tuple[object, ...]:
-        """What decides the bits of a row's training under these settings, before and after it is resumed.
-
-        See ``Stage.order``.
-        """
-        before = row.on(ranks or self.ranks, self.node).order(self.wire_params)
-        after = self.resume_ranks and row.on(self.resume_ranks, self.node).order(self.wire_params)
-        return (*before, *(after or ()))
-
-    def said(self) -> str:
-        """What of a training step as people run it was asked for, in words; nothing if nothing was."""
-        found = [f"clipped to {self.clip:g}"] if self.clip is not None else []
-        if (scale := self.loss_scale) is not None:
-            found.append(f"loss scale {'dynamic, from ' * scale.dynamic}{scale.init:g}")
-        found += ["uneven batches"] * self.uneven + ["rounding as it scales"] * bool(scale and scale.note)
-        found += [f"AdamW with weight decay {self.weight_decay:g}"] if self.weight_decay else []
-        found += [f"warm-up over {self.warmup} updates"] if self.warmup else []
-        if self.resume_at is not None:
-            found.append(f"resumed after step {self.resume_at} on {self.resume_ranks or self.ranks} ranks")
-        return ", ".join(found)
-
-    def ranks_in(self, step: int) -> int:
-        """On how many ranks a step is taken."""
-        resumed = self.resume_at is not None and step > self.resume_at
-        return (self.resume_ranks if resumed else None) or self.ranks
 
 
 class Check(StrEnum):
@@ -328,6 +239,16 @@ class Results(Record):
         for record, _ in self.completed():
             first.setdefault(settings.order(record.row), record)
         return [(record, step) for record in first.values() for step in record.steps]
+
+    def naive(self) -> str:
+        """What the mean of the ranks' own means would have been, in words; nothing where it is what was taken."""
+        for _, step in self.completed():
+            if step.mean_of_means is not None and self.settings.average == "rows":
+                return (
+                    f"Uneven batches: over all rows the loss of step {step.step} is {step.loss:.6f}; the naive mean of "
+                    f"the ranks' means, 0 where there are no rows, would have been {step.mean_of_means:.6f}."
+                )
+        return ""
 
     def completed(self) -> list[tuple[SchemeRecord, StepRecord]]:
         """Each scheme that completed all steps, with the last of them."""

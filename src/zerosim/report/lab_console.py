@@ -46,6 +46,8 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
         if table.row_count:
             console.print()
             console.print(table)
+    if said := results.naive():
+        console.print(f"\n{said}")
     _verdicts(results, out, console)
 
 
@@ -53,6 +55,8 @@ def shown(results: Results) -> str:
     """The table of the schemes and the verdicts, as text."""
     console = Console(file=io.StringIO(), highlight=False, width=110)
     console.print(summary(results))
+    if said := results.naive():
+        console.print(said)
     for line in verdicts(results):
         console.print(line)
     assert isinstance(console.file, io.StringIO)

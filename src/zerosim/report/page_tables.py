@@ -217,6 +217,7 @@ def _stepwise(results: Results) -> list[Tree.Element]:
         rows.append([str(step.step), record.name, *numbers, f"{step.scale:g}", "skipped" * step.skipped])
     names = ("step", "scheme", "loss", "mean of the ranks’ means", "norm of all gradients", "loss scale", "")
     note = "A skipped step changes no state. Every scheme’s numbers were held against plain training."
+    note += f" {results.naive()}".rstrip()
     return table("steps", "Step by step: loss, norm and scale", [("", name) for name in names], rows, note)
 
 

@@ -13,8 +13,8 @@ or N pieces. Then, per rank,
   twice that (Patarasuk and Yuan 2009); which run how often, ``flows`` lists. So 2 (N-1) C w per bucket under
   data parallel, ZeRO-1 and -2, 3 (N-1) C w under ZeRO-3 (section 7); between nodes, per node, the same
   under ZeRO-3 and 2 (N-1) C w under hpZ (arXiv 2306.10209);
-* what ranks tell each other, their rows or the sums of squares that make the norm, is an all-gather of a few
-  fp32 numbers, ``scalars``.
+* what ranks tell each other, their rows, the sums of squares that make the norm or which parameters have a
+  gradient, is an all-gather of a few fp32 numbers, ``scalars``.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Job:
     """One run, as the formulas see it.
 
     ``buckets`` lists, for each flat buffer, the (fan-in, fan-out) of its linear layers; ``rows`` are those of
-    the batch that one rank has, the most of any, in ``accumulate`` micro-batches. ``clip``, ``loss_scale``,
-    ``uneven`` and ``weight_decay`` say whether there is any; ``skipped`` that the step is, for a gradient that
-    is not finite.
+    the batch that one rank has, in ``accumulate`` micro-batches; where these differ, ``parts`` has the most rows
+    that any rank has in each, and ``rows`` is their sum. ``clip``, ``loss_scale`` and ``weight_decay`` say whether
+    there is any, ``uneven`` that ranks tell each other their rows, ``find_unused`` that they tell which parameters
+    have a gradient; ``skipped`` that the step is, for a gradient that is not finite.
     """
 
     row: Stage
@@ -83,6 +84,8 @@ class Job:
     uneven: bool = False
     skipped: bool = False
     weight_decay: bool = False
+    find_unused: bool = False
+    parts: tuple[int, ...] = ()
 
     def sizes(self) -> list[int]:
         """P of each bucket: weights and biases."""
@@ -206,7 +209,8 @@ def flows(job: Job) -> list[Flow]:
 
 
 def scalars(job: Job) -> list[Scalars]:
-    """What ranks tell each other in a step: how many rows they have, and the sums of squares and a flag.
+    """What ranks tell each other in a step: how many rows they have, the sums of squares and a flag, and, unless the
+    step is skipped, for each parameter (a weight or a bias) whether they have a gradient of it.
 
     There are N sums for a bucket, of which each rank tells those of the pieces that its optimizer owns. Where
     every rank has all of them, nobody tells any.
@@ -217,6 +221,8 @@ def scalars(job: Job) -> list[Scalars]:
     if (job.clip or job.loss_scale) and optimizer > 1:
         sums = len(job.buckets) * job.ranks // optimizer if job.clip else 0
         told.append(Scalars("norm", "all" if optimizer == job.ranks else "inner", sums + 1))
+    if job.find_unused and not job.skipped:
+        told.append(Scalars("used", "all", 2 * sum(map(len, job.buckets))))
     return told
 
 

@@ -56,11 +56,15 @@ def moments(job: Job) -> list[Bytes]:
     told = {each.tag: each for each in scalars(job)}
     if "rows" in told:
         step.tell(told["rows"])
-    for micro_batch in range(job.accumulate):
+    for micro_batch, step.rows in enumerate(job.parts or [job.rows // job.accumulate] * job.accumulate):
         step.forward()
         step.backward(first=micro_batch == 0, last=micro_batch == job.accumulate - 1)
     if "norm" in told:
         step.tell(told["norm"])
+    if "used" in told:
+        step.hold(Band.SCALARS, told["used"].nbytes())
+        step.tell(told["used"])
+        step.hold(Band.SCALARS, -told["used"].nbytes())
     if not job.skipped:
         step.update()
     return step.instants
@@ -78,6 +82,7 @@ class _Step:
         self.ends = job.buckets[0][0][0], job.buckets[-1][-1][1]  # the model's fan-in and fan-out
         self.gathered: set[int] = set()
         self.second: set[int] = set()  # buckets of which a second copy is kept
+        self.rows = 0  # of the micro-batch
 
     def hold(self, band: Band, nbytes: int) -> None:
         self.held[band] += nbytes
@@ -86,7 +91,7 @@ class _Step:
 
     def activations(self, *widths: int) -> None:
         for width in widths:
-            self.hold(Band.ACTIVATIONS, ACTIVATION * (self.job.rows // self.job.accumulate) * width)
+            self.hold(Band.ACTIVATIONS, ACTIVATION * self.rows * width)
 
     def collective(self, ring: str, index: int, band: Band) -> None:
         """While it runs, a rank has a block going and one coming."""

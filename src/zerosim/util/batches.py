@@ -19,13 +19,15 @@ Check = Callable[[Any, int], tuple[Array, Array]]
 def micro_batches(
     batch: Sequence[Any], weights: Sequence[Any] | None, ranks: int, count: int, check: Check
 ) -> list[MicroBatch]:
-    """``count`` micro-batches of a batch that has for each rank a pair (x, y), or a list of so many.
+    """``count`` micro-batches of a batch that has for each rank a pair (x, y), or a list of so many, or all of fewer.
 
     ``weights`` has for each rank a number, or a list of one for each micro-batch; without them rows count.
     ``check`` refuses a rank's pair that the model cannot take. ValueError or TypeError for what does not fit.
     """
     if not isinstance(batch, Sequence) or len(batch) != ranks:
         raise ValueError(f"step(batch): needs one entry per rank, {ranks} in all; got {_size(batch)}.")
+    if isinstance(batch[0], list) and 0 < len(batch[0]) < count:  # the last window of an epoch
+        count = len(batch[0])
     by_rank = [_listed(each, count, f"step(batch): rank {rank}", "pairs") for rank, each in enumerate(batch)]
     weighed = None
     if weights is not None:
@@ -41,7 +43,7 @@ def micro_batches(
 def _listed(entry: Any, count: int, where: str, what: str) -> list[Any]:
     entries = list(entry) if isinstance(entry, list) else [entry]
     if len(entries) != count:
-        raise ValueError(f"{where} needs {count} {what}, one for each micro-batch; got {len(entries)}.")
+        raise ValueError(f"{where} has {len(entries)} {what}; every rank needs {count}, one for each micro-batch.")
     return entries
 
 
