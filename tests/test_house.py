@@ -65,7 +65,6 @@ LONG = {
     "records/consistency",
     "records/plan",
     "records/results",
-    "report/lab_console",
     "real_ranks/rendezvous",
     "report/page_tables",
     "schemes",

@@ -18,6 +18,15 @@ def test_a_summary_is_what_its_command_says(name: str) -> None:
     assert SUMMARIES[name][:40] in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize("arguments", [[], ["checkpoint"]], ids=str)
+def test_summaries_are_whole_sentences_in_a_line(arguments: list[str]) -> None:
+    """On a screen of 80 columns each command has one line, which ends in a full stop and is not cut short."""
+    done = CliRunner().invoke(main, [*arguments, "--help"], terminal_width=80)
+    listed = done.output.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == sorted(SUMMARIES) if not arguments else len(listed) == 3
+    assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in listed), done.output
+
+
 def test_help_loads_no_numpy() -> None:
     """What is only said is said without NumPy, torch or a command's module."""
     code = (

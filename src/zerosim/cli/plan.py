@@ -184,7 +184,7 @@ class Rate(click.ParamType[int]):
 def plan(
     context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Say what training MODEL takes on N GPUs, before they are rented.
+    """Say what training MODEL takes on N GPUs before they are rented.
 
     MODEL is a list of layer sizes (4096,16384,4096); a Hugging Face config.json or its folder, or a
     model's name (extra "plan"); or a Python path, package.module:factory, whose code is then run
