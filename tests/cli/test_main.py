@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -37,6 +38,26 @@ def test_help_loads_no_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "corroborate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ("corroborate --out OUT", "corroborate needs torch and threadpoolctl"), ("check OUT", "check needs torch"),
+        ("checkpoint convert OUT OUT/new --to dcp", "checkpoint convert needs torch"),
+    ],
+)  # fmt: skip
+def test_without_extras_a_command_says_what_to_install(tmp_path: Path, arguments: str, needed: str) -> None:
+    """Nothing that an extra brings is imported before it is asked for: exit code 2, and nothing is written."""
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(['torch', 'threadpoolctl'])\n"
+        "from zerosim.cli.main import main; main(sys.argv[1:])"
+    )
+    typed = [each.replace("OUT", str(tmp_path)) for each in arguments.split()]
+    done = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert f"{needed}; pip install 'zerosim[torch]'." in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_command_is_refused() -> None:

@@ -70,9 +70,11 @@ def convert(
         raise click.UsageError("--from dcp and --like go together: a DCP folder says nothing of rows and options.")
     from zerosim.checkpoints.load import load, outlined
     from zerosim.checkpoints.save import save
+    from zerosim.util import arguments
 
     with errors_for_people():
         if "dcp" in (to, origin):
+            arguments.installed("checkpoint convert", "torch", extra="torch")
             from zerosim.checkpoints import dcp
         run = load(like or folder, row, ranks, model=outlined(like or folder), **({"node": node} if node else {}))
         if origin == "dcp":
