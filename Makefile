@@ -20,7 +20,7 @@ PYTHONPATH=$(CURDIR)/$(WHEEL) $(BIN)/pytest -n auto $(ARGS)
 endef
 
 .DELETE_ON_ERROR:
-.PHONY: help lab corroborate test test-light lint bench mutants record readme clean
+.PHONY: help lab corroborate test test-light lint bench mutants record readme docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ readme: $(VENV)/.dev ## write README.md, its figures and the notebook's outputs 
 	@$(BIN)/python scripts/write_readme.py
 	@$(BIN)/python scripts/run_notebook.py
 
+docs: $(VENV)/.docs ## build the documentation site into out/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## remove the environment, caches and builds; results in out/ stay
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -prune -exec rm -rf {} +
@@ -68,7 +71,8 @@ $(VENV)/.dev: EXTRAS = [dev]
 $(VENV)/.torch: EXTRAS = [dev,torch,plan]
 $(VENV)/.bench: EXTRAS = [bench]
 $(VENV)/.mutants: EXTRAS = [dev,mutants]
-$(VENV)/.lab $(VENV)/.dev $(VENV)/.torch $(VENV)/.bench $(VENV)/.mutants: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+$(VENV)/.docs: EXTRAS = [docs]
+$(VENV)/.lab $(VENV)/.dev $(VENV)/.torch $(VENV)/.bench $(VENV)/.mutants $(VENV)/.docs: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing zerosim$(EXTRAS) into $(VENV)"
 	@$(PIP) --constraint constraints.txt --editable '.$(EXTRAS)'
 	@touch $@

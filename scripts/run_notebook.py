@@ -7,6 +7,9 @@ Owns how they are run and what of a run is kept: nothing that differs from run t
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +29,19 @@ def read(path: Path = NOTEBOOK) -> Any:
 
 
 def run(path: Path = NOTEBOOK, timeout: int = SECONDS) -> Any:
-    """It, run anew in a fresh interpreter. CellExecutionError if a cell raises, CellTimeoutError if one is slow."""
+    """It, run anew in a fresh interpreter and an empty folder, as it is where there is no checkout.
+
+    CellExecutionError if a cell raises, CellTimeoutError if one is slow.
+    """
     notebook = read(path)
-    client = nbclient.NotebookClient(
-        notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": ROOT}}, record_timing=False,
-        coalesce_streams=True,
-    )  # fmt: skip
-    client.create_kernel_manager().transport = "ipc"  # nothing that others on the machine could listen to
-    client.execute()
+    with tempfile.TemporaryDirectory() as folder:
+        client = nbclient.NotebookClient(
+            notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": folder}},
+            record_timing=False, coalesce_streams=True,
+        )  # fmt: skip
+        kernel = client.create_kernel_manager()
+        kernel.transport, kernel.ip = "ipc", f"{folder}/kernel"  # nothing that others on the machine could listen to
+        client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # the package that is imported here
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return notebook
 

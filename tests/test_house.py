@@ -64,7 +64,7 @@ LONG = {
     "kernels/loops",
     "records/consistency",
     "records/plan",
-    "report/lab_console",
+    "records/results",
     "real_ranks/rendezvous",
     "report/page_tables",
     "schemes",

@@ -109,8 +109,7 @@ class Scheme:
             raise ValueError(
                 f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."
             )
-        rings = self.ring.split(options.node or ranks)
-        self.ring = rings[0]
+        self.ring, *_ = rings = self.ring.split(options.node or ranks)
         wire, wire_params = WIRES[options.wire], PARAM_WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(
             len(self.ring.ids), apart=[Band.ACTIVATIONS],

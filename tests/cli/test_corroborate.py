@@ -43,8 +43,8 @@ def test_what_holds_is_said_and_written(tmp_path: Path) -> None:
     result = run(*SMALL, "--scheme", "ZeRO-3", "--scheme", "mine=optimizer,grads", "--out", str(tmp_path / "made"))
     assert result.exit_code == 0, result.output
     for check in records.CHECKS:
-        assert f"{check} holds: " in result.stdout
-    assert result.stdout.index("memory holds") < result.stdout.index("Elements whose bits differ")
+        assert f"✓ {check} hold" in result.stdout
+    assert result.stdout.index("memory holds") < result.stdout.index("moved, P")
     assert "gloo's own reduce-scatter is an all-reduce" in result.stdout
     assert "ZeRO-3, native, mixed" in result.stderr.splitlines()
     assert "ZeRO-3, native, mixed" not in result.stdout
@@ -234,7 +234,7 @@ def test_what_was_found_is_printed_before_it_is_written(monkeypatch: pytest.Monk
     monkeypatch.setattr(cli, "save", full)
     result = shown(recorded([]), monkeypatch, out=tmp_path)
     assert result.exit_code == Refused.exit_code
-    assert "start not measured: " in result.stdout
+    assert "- start not measured: " in result.stdout
     assert "No space left on device" in result.stderr
 
 
@@ -294,7 +294,7 @@ def test_torchrun_starts_the_same(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=6 * SLACK, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("bytes holds") == 1
+    assert done.stdout.count("bytes hold: ") == 1
     record = records.load(tmp_path / "corroborate.json")
     assert record.settings.ranks == 2
     assert (record.complete, record.failures, record.addresses) == (True, [], ["127.0.0.1"])

@@ -385,7 +385,7 @@ from zerosim.report import lab_console as console, plots
 
 plotly.offline.get_plotlyjs = lambda: ""
 plots.figures = lambda found: {}
-console.show = lambda *_: None
+console.show = lambda *_, **__: None
 found = results.load(Path(sys.argv[1]))
 lab_command._run = lambda *_: found
 command = ["lab", "--out", sys.argv[2]]

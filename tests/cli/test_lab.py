@@ -34,8 +34,8 @@ def test_the_lab_prints_its_verdicts_and_writes_results_and_figures(tmp_path: Pa
     """Exit code 0, both verdicts, results.json, the page, the trace and four figures, and no other file."""
     result = run(*SMALL, out=tmp_path / "made" / "here")
     assert result.exit_code == 0, result.output
-    assert "same training: holds" in result.output
-    assert "as predicted: holds" in result.output
+    assert "✓ same training holds: " in result.output
+    assert "✓ as predicted holds: " in result.output
     names = {path.name for path in (tmp_path / "made" / "here").iterdir()}
     figures = {"memory.png", "loss.png", "traffic.png", "timeline.png"}
     assert names == {"results.json", "report.html", "trace.json"} | figures
@@ -61,8 +61,8 @@ def test_a_failed_check_is_named_and_exits_with_one(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Scheme, "step", wrong)
     result = run(*SMALL, out=tmp_path)
     assert result.exit_code == 1
-    assert "same training: FAILS" in result.output
-    assert "same training: ZeRO-1, N = 3, step 1, rank 1: params of layer 1, element 2: measured" in result.output
+    assert "✗ same training FAILS: " in result.output
+    assert "  ZeRO-1, N = 3, step 1, rank 1: params of layer 1, element 2: measured" in result.output
     assert results.load(tmp_path / "results.json").failures
 
 
@@ -176,6 +176,18 @@ def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path, encoding: str) ->
     assert (running.returncode, "Traceback" in told) == (0, False), told
 
 
+def test_an_encoding_without_our_characters_still_says_what_holds(tmp_path: Path) -> None:
+    """In a C locale every character has one that stands for it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zerosim", *SMALL, "--capacity", "400kB", "-v", "--out", str(tmp_path)],
+        env=os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+    )  # fmt: skip
+    text = done.stdout.decode("ascii")
+    assert "+ same training holds: " in text
+    assert "?" not in text
+    assert "| data parallel" in text
+
+
 def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     """A results file that is sound part by part but not as a whole gets one line, exit code 2, and no page."""
     assert run(*SMALL, out=tmp_path / "lab").exit_code == 0
@@ -217,7 +229,7 @@ def test_the_module_is_the_command() -> None:
 def test_a_step_as_people_run_it_is_checked_and_shown(tmp_path: Path) -> None:
     """Clipped, scaled, uneven, decayed and resumed on other ranks: all holds, and what was agreed on is shown."""
     asked = ["--clip", "0.5", "--loss-scale", "65536", "--uneven", "--optimizer", "adamw", "--resume-at", "1:2"]
-    result = run(*SMALL, *asked, out=tmp_path)
+    result = run(*SMALL, *asked, "-v", out=tmp_path)
     assert result.exit_code == 0, result.output
     found = results.load(tmp_path / "results.json")
     steps = found.scheme("ZeRO-3").steps

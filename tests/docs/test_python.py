@@ -58,7 +58,7 @@ def test_ones_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     pytest.importorskip("torch")
     found = ran("One's own module, row by row", tmp_path, monkeypatch)["found"]
     assert found.holds
-    assert "same training: holds" in capsys.readouterr().out
+    assert "✓ same training holds" in capsys.readouterr().out
 
 
 def test_a_thousand_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

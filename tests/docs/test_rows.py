@@ -148,10 +148,10 @@ def test_the_command_line_that_it_shows(tmp_path: Path, monkeypatch: pytest.Monk
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(plots, "save_figures", lambda figures, folder: drawn.update(figures))  # writing takes longest
     [line] = re.findall(r"`zerosim (lab .*?)`", TEXT)
-    small = ["--ranks", "8", "--steps", "1", "--batch", "1", "--out", str(tmp_path)]
+    small = ["--ranks", "8", "--steps", "1", "--batch", "1", "-v", "--out", str(tmp_path)]
     done = CliRunner().invoke(cli.main, [*shlex.split(line), *small])
     assert done.exit_code == 0, done.output
-    assert "same training: holds" in done.output
+    assert "✓ same training holds" in done.output
     assert "Between orders" in done.output
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "results.json", "trace.json"}
     for name in ("memory", "traffic", "loss", "timeline"):

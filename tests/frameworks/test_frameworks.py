@@ -422,7 +422,7 @@ def test_a_rank_that_fails_ends_it(five: Ran) -> None:
 def test_table(ran: Ran) -> None:
     """The table has a line and a sentence for each framework, and the verdicts say hold only of what was compared."""
     out = io.StringIO()
-    frameworks_console.show(ran.found, Console(file=out))
+    frameworks_console.show(ran.found, Console(file=out), verbose=True)
     text = out.getvalue()
     assert text.count("hold: ") == 5
     assert max(map(len, text.splitlines())) <= frameworks_console.WIDTH

@@ -30,6 +30,10 @@ def check(folder: Path, model: str | None, as_json: bool) -> None:
     RUN is a folder that check.record has written, one part per rank. Each step is judged from the ranks' own states
     before it: gradients, the optimizer, parameters, what was asked for and what was held. The first line is the answer.
     """
+    from zerosim.util import arguments
+
+    with errors_for_people():
+        arguments.installed("check", "torch", extra="torch")
     from zerosim.conformance import words
     from zerosim.conformance.recording import judge_run
     from zerosim.records.conformance import encode

@@ -21,13 +21,16 @@ FORMAT = click.Choice(["zerosim", "dcp"])
 
 @click.group()
 def checkpoint() -> None:
-    """Look at checkpoints, cut them anew, or put the parameters into one file."""
+    """Look at a checkpoint, cut it anew, or put it into one file."""
 
 
 @checkpoint.command()
 @FOLDER
 def info(folder: Path) -> None:
-    """Say what a checkpoint is of: the model, the row, the ranks, the step, and what it takes on disk."""
+    """Say what a checkpoint is of and what it takes on disk.
+
+    The model, the row, the ranks and the step; its files are read, so that damage is found.
+    """
     from zerosim.checkpoints import files
 
     with errors_for_people():
@@ -58,17 +61,20 @@ def convert(
     folder: Path, out: Path, ranks: int | None, row: Stage | None, node: int | None, to: str, origin: str,
     like: Path | None,
 ) -> None:  # fmt: skip
-    """Write a checkpoint anew to OUT, for another row or another number of ranks: the same bits, cut otherwise.
+    """Write a checkpoint anew, for another row or other ranks.
 
-    Or to or from the format of torch.distributed.checkpoint (DCP), which FSDP2's users save.
+    OUT has the same bits, cut otherwise. It may be read from, or written to, the format of
+    torch.distributed.checkpoint (DCP), which FSDP2's users save.
     """
     if (origin == "dcp") != (like is not None):
         raise click.UsageError("--from dcp and --like go together: a DCP folder says nothing of rows and options.")
     from zerosim.checkpoints.load import load, outlined
     from zerosim.checkpoints.save import save
+    from zerosim.util import arguments
 
     with errors_for_people():
         if "dcp" in (to, origin):
+            arguments.installed("checkpoint convert", "torch", extra="torch")
             from zerosim.checkpoints import dcp
         run = load(like or folder, row, ranks, model=outlined(like or folder), **({"node": node} if node else {}))
         if origin == "dcp":
@@ -89,7 +95,10 @@ def convert(
 @FOLDER
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 def consolidate(folder: Path, out: Path) -> None:
-    """Write the parameters of a checkpoint, in fp32, to one safetensors file, a layer at a time."""
+    """Write the parameters of a checkpoint, in fp32, to one file.
+
+    A safetensors file, put together a layer at a time.
+    """
     from zerosim.checkpoints import consolidate as room
 
     with errors_for_people():

@@ -100,13 +100,13 @@ ROOM = 4_000_000  # bytes: what a record takes at most, in its usual size
 )
 @shared.out("Folder for corroborate.json (and frameworks.json).")
 @shared.as_json("the record")
-@click.option("--verbose", is_flag=True, help="Name every failure and what every rank said, not the cause alone.")
+@shared.verbose("Also every failure, what every rank said, memory by band, both ways of the traffic, and times.")
 def corroborate(
     rows: Sequence[Stage], ranks: int | None, model: str, collectives: str, precision: str, fault: str | None,
     timeout: float, interface: str | None, frameworks: bool, out: Path, as_json: bool, verbose: bool,
     wire_params: str | None, schedule: dict[str, Any], **options: Any,
 ) -> None:  # fmt: skip
-    """Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.
+    """Hold the simulator to real torch.distributed processes.
 
     Trains each scheme in N processes with the same code, and compares with the simulator after
     every step. What left each process is counted four times: by the simulator, by the rank, where
@@ -149,10 +149,10 @@ def corroborate(
             save(found, out / "corroborate.json")
         if not as_json:
             with printing():
-                click.echo(f"\nwritten to {out}/: corroborate.json")
+                click.echo(f"written to {out}/: corroborate.json")
         code = _exit_code(found.ended, found.failures)
         if frameworks and found.complete:
-            code = max(code, _beside(settings, timeout, interface, out, as_json))
+            code = max(code, _beside(settings, timeout, interface, out, as_json, verbose))
     sys.exit(code)
 
 
@@ -162,7 +162,9 @@ def _exit_code(ended: str, failures: Sequence[object]) -> int:
     return INTERRUPTED if ended == real_ranks.INTERRUPTED else 1 if ended or failures else 0
 
 
-def _beside(settings: Settings, timeout: float, interface: str | None, out: Path, as_json: bool) -> int:
+def _beside(
+    settings: Settings, timeout: float, interface: str | None, out: Path, as_json: bool, verbose: bool
+) -> int:  # fmt: skip
     """Run the frameworks, show and write what was found; the exit code that it asks for."""
     from zerosim.frameworks import run as frameworks
     from zerosim.records import frameworks as records
@@ -178,9 +180,12 @@ def _beside(settings: Settings, timeout: float, interface: str | None, out: Path
         found = frameworks.run(settings, advance, timeout=timeout, interface=interface)
     if not as_json:
         with printing():
-            console.show(found)
+            console.show(found, verbose=verbose)
     with errors_for_people():
         write_whole(out / "frameworks.json", records.encode(found))
+    if not as_json:
+        with printing():
+            click.echo(f"written to {out}/: frameworks.json")
     return _exit_code(found.ended, found.failures)
 
 
@@ -252,7 +257,9 @@ def _progress(total: int | None) -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    width = max(min(48, console.width - 32), 8)  # the numbers are never cut
+    doing = TextColumn(f"{{task.description:<{width}.{width}}}")
+    columns = doing, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         bar = progress.add_task("starting", total=total)
         last = ""

@@ -5,6 +5,7 @@ Owns the ways in which a command ends early. Must not know what the commands do.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import shutil
@@ -126,11 +127,24 @@ def _handle(handler: Any) -> None:
         signal.signal(number, handler)
 
 
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """What stands for a character that the output's encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
+_PLAIN = {
+    "✓": "+", "✗": "x", "→": "->", "–": "-", "−": "-", "—": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "’": "'",
+    "█": "#", "▒": "=", "░": ".", "─": "-", "µ": "u", "…": "...",
+}  # fmt: skip
+codecs.register_error("plain", _plain)
+
+
 @contextmanager
 def printing() -> Iterator[None]:
     """Output that a reader cuts short, that goes nowhere, or whose encoding lacks a character, is no failure."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="plain")
     try:
         yield
         if sys.stdout:  # None if it was closed

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -135,8 +136,11 @@ RESULTS = "results.json"
 )
 @shared.out("Folder for results.json, the figures, report.html and trace.json.")
 @shared.as_json()
-def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: Any) -> None:
-    """Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3, or other schemes, side by side and check them.
+@shared.verbose("Also each step, band and collective, the work, the sweep and the broken rules.")
+def lab(out: Path, as_json: bool, verbose: bool, rows: Sequence[Stage], **options: Any) -> None:
+    """Train schemes side by side, count every byte and check them.
+
+    By default data parallel, ZeRO-1, ZeRO-2 and ZeRO-3.
 
     Same training: after every step all schemes that sum in one order hold the same bits on every rank. As
     predicted: what was measured is what ZeRO predicts, in whole bytes. Then the sweep over N, and what changes
@@ -155,15 +159,17 @@ def lab(out: Path, as_json: bool, rows: Sequence[Stage], **options: Any) -> None
         suite.validate(settings, rows)
         writable(out, "lab", RESULTS, *PAGE)
         found = _run(settings, rows)
-        with replacing(out) as staging:
+        with replacing(out) as staging, _progress(2) as advance:
+            advance("drawing the figures")
             plots.save_figures(plots.figures(found), staging)
+            advance("writing the page")
             save_pages(found, staging)
             save(found, staging / RESULTS)
     with printing():
         if as_json:
             click.echo(encode(found), nl=False)
         else:
-            console.show(found, out)
+            console.show(found, out, verbose=verbose)
     sys.exit(1 if found.failures else 0)
 
 
@@ -178,17 +184,20 @@ def _named(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(settings: Settings, rows: Sequence[Stage]) -> Results:
-    """The lab with a progress bar on standard error."""
+    from zerosim.lab import suite
+
+    with _progress(suite.work(settings, rows)) as advance:
+        return suite.run(settings, advance, rows=rows)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[str], None]]:
+    """What it is at, on standard error where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from zerosim.lab import suite
-
-    columns = TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("starting", total=suite.work(settings, rows))
-
-        def advance(doing: str) -> None:
-            progress.update(bar, advance=1, description=doing)
-
-        return suite.run(settings, advance, rows=rows)
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description:<28.28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("starting", total=total)
+        yield lambda doing: progress.update(bar, advance=1, description=doing)

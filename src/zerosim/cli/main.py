@@ -15,11 +15,11 @@ from zerosim.cli.errors import Commands
 # Each command is the function of that name in the module of that name; beside it, what it first says of itself.
 SUMMARIES = {
     "check": "Hold a recorded training to the simulator.",
-    "checkpoint": "Look at checkpoints, cut them anew, or put the parameters into one file.",
-    "corroborate": "Hold the simulator to real torch.distributed ranks: bits, bytes, memory, and the time it takes.",
-    "lab": "Train data parallel, ZeRO-1, ZeRO-2 and ZeRO-3, or other schemes, side by side and check them.",
-    "plan": "Say what training MODEL takes on N GPUs, before they are rented.",
-    "report": "Write report.html and trace.json from a results.json that the lab has written.",
+    "checkpoint": "Look at a checkpoint, cut it anew, or put it into one file.",
+    "corroborate": "Hold the simulator to real torch.distributed processes.",
+    "lab": "Train schemes side by side, count every byte and check them.",
+    "plan": "Say what training MODEL takes on N GPUs before they are rented.",
+    "report": "Write the page and the trace of a results.json of the lab's.",
 }
 
 

@@ -245,3 +245,8 @@ def out(help: str, *, default: str | None = "out") -> Decorator:
 def as_json(what: str = "the results") -> Decorator:
     """``--json``; the command gets ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON instead of tables.")
+
+
+def verbose(help: str) -> Decorator:
+    """``--verbose``, also ``-v``."""
+    return click.option("-v", "--verbose", is_flag=True, help=help)

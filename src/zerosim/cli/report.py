@@ -21,10 +21,10 @@ PAGE = ("report.html", "trace.json")
 @click.argument("recorded", metavar="RESULTS", type=click.Path(dir_okay=False, path_type=Path))
 @shared.out("Folder for report.html and trace.json.  [default: that of RESULTS]", default=None)
 def report(recorded: Path, out: Path | None) -> None:
-    """Write report.html and trace.json from a results.json that the lab has written.
+    """Write the page and the trace of a results.json of the lab's.
 
-    The page opens offline: verdicts, tables, charts, and a player that replays the events of a
-    step. The trace opens in Perfetto or chrome://tracing.
+    They are report.html and trace.json. The page opens offline: verdicts, tables, charts, and a
+    player that replays the events of a step. The trace opens in Perfetto or chrome://tracing.
     """
     out = out or recorded.parent
     with errors_for_people():

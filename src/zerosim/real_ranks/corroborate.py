@@ -7,7 +7,6 @@ becomes of a run that ends early. Prints nothing.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -88,8 +87,7 @@ def _on_this_machine(
 
 def validate(settings: Settings) -> None:
     """Refuse settings that cannot be run."""
-    if importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError("corroborate needs torch, on which the real ranks run; pip install 'zerosim[torch]'.")
+    arguments.installed("corroborate", "torch", "threadpoolctl", extra="torch")
     for option in ("ranks", "steps", "batch"):
         arguments.integer("corroborate", option, getattr(settings, option))
     if settings.ranks < 2:

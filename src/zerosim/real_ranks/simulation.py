@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
-from threadpoolctl import threadpool_info, threadpool_limits
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Ring
@@ -28,12 +27,16 @@ from zerosim.worlds.native import LocalCollectives
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Linear algebra on one thread, for as long as the block lasts."""
+    from threadpoolctl import threadpool_limits  # only now, as of torch: without them the command must say so
+
     with threadpool_limits(1):
         yield
 
 
 def threads() -> dict[str, int]:
     """On how many threads each library of linear algebra in this process computes."""
+    from threadpoolctl import threadpool_info
+
     return {str(each["internal_api"]): int(each["num_threads"]) for each in threadpool_info()}
 
 

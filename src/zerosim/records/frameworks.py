@@ -21,11 +21,11 @@ BEFORE = "from before the step"
 GRADIENTS, BYTES, RANKS, NORMS, DECISIONS = "gradients", "bytes", "ranks", "norms", "decisions"
 ULPS = 16  # by which a norm may differ that is added in another order
 CHECKS = {
-    GRADIENTS: "DDP's and FSDP2's gradients are the simulator's ring over the local ones, bit for bit",
-    BYTES: "the kernel counted payload and framing of the collectives asked for, and nothing else",
-    RANKS: "all ranks of a framework end with the same parameters, bit for bit",
-    NORMS: "clip_grad_norm_ gives all ranks one norm: of type inf ours, bit for bit, of type 2 within 16 ulp",
-    DECISIONS: "GradScaler and ShardedGradScaler on FSDP2 skip the steps that the simulator skips, on every rank",
+    GRADIENTS: "DDP's, FSDP2's are the ring's over the local ones, bit for bit",
+    BYTES: "the kernel counted the collectives asked for, and nothing else",
+    RANKS: "all of a framework's end with the same parameters, bit for bit",
+    NORMS: f"clip_grad_norm_'s are ours; of type 2, within {ULPS} ulp",
+    DECISIONS: "torch's scalers skip the steps that ours skips, on all ranks",
 }
 
 

@@ -200,10 +200,15 @@ class Failure(Record):
     measured: str
     expected: str
 
-    def __str__(self) -> str:
+    @property
+    def found(self) -> str:
+        """Where it was found, what of, and both values."""
         where = f"{self.scheme}, N = {self.ranks}, step {self.step}, "
         where += "every rank" if self.rank < 0 else f"rank {self.rank}"
-        return f"{self.check}: {where}: {self.quantity}: measured {self.measured}, expected {self.expected}"
+        return f"{where}: {self.quantity}: measured {self.measured}, expected {self.expected}"
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.found}"
 
 
 class Results(Record):

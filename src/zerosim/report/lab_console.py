@@ -1,4 +1,4 @@
-"""A lab's results as tables in a terminal. Takes records; computes nothing but ratios and units."""
+"""A lab's results in a terminal, the answer first. Takes records; computes nothing but ratios and units."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from zerosim.bands import WIRES
-from zerosim.counts import Phase
-from zerosim.records.results import Check, Results
-from zerosim.report.tables import number_table, screen
+from zerosim.records.results import Check, OutOfMemoryRecord, Results
+from zerosim.report.lab_details import details
+from zerosim.report.tables import number_table, screen, verdict
 
-SHOWN_FAILURES = 20
-MOST_ACROSS = 6  # schemes side by side; more of them stand below each other
+WIDTH = 80  # where there is no terminal to ask
+SHOWN, SHOWN_VERBOSE = 5, 20  # failures of a check
 
 
-def show(results: Results, out: Path, console: Console | None = None) -> None:
-    """Print everything that was found, the verdicts last."""
-    console = screen(console, width=110)
+def show(results: Results, out: Path, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print what was run, the verdicts, a table of the schemes and where it was written; ``verbose`` for all tables."""
+    console = screen(console, width=WIDTH)
     settings = results.settings
     console.print(
         f"\n[bold]{results.n_params:,} parameters on {settings.ranks} virtual GPUs[/], {settings.steps} steps of "
@@ -30,300 +31,93 @@ def show(results: Results, out: Path, console: Console | None = None) -> None:
         + (f"; nodes of {settings.node}" if settings.node else "")
         + (f"; {said}" if (said := settings.said()) else "")
     )
-    for table in (
-        summary(results),
-        _alike(results),
-        _between_orders(results),
-        _stepwise(results),
-        *_bands(results, "at rest"),
-        *_bands(results, "at the peak"),
-        _traffic(results),
-        _links(results),
-        _work(results),
-        _sweep(results),
-        _ablations(results),
-    ):
-        if table.row_count:
-            console.print()
-            console.print(table)
-    if said := results.naive():
-        console.print(f"\n{said}")
-    _verdicts(results, out, console)
+    console.print()
+    _answer(results, console, verbose=verbose)
+    for table in details(results) if verbose else ():
+        console.print()
+        console.print(table)
+    console.print(f"written to {out}/: report.html, results.json, trace.json and the figures", markup=False)
+    if not verbose:
+        console.print("[dim]-v: each step, band and collective, the work, the sweep over N, broken rules[/]")
 
 
 def shown(results: Results) -> str:
-    """The table of the schemes and the verdicts, as text."""
-    console = Console(file=io.StringIO(), highlight=False, width=110)
-    console.print(summary(results))
-    if said := results.naive():
-        console.print(said)
-    for line in verdicts(results):
-        console.print(line)
+    """The verdicts and the table of the schemes, as text."""
+    console = Console(file=io.StringIO(), highlight=False, width=WIDTH)
+    _answer(results, console)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _compared(measured: int, predicted: int) -> str:
-    """A measured count, marked where it is not what was predicted."""
-    return f"{measured:,}" if measured == predicted else f"[red]{measured:,} (predicted {predicted:,})[/]"
-
-
-def summary(results: Results) -> Table:
-    """A row for each scheme: what it holds and sends, and the last loss."""
-    base = results.base()
-    whole = sum(base.steps[-1].resident.values()) if base else None
-    table = number_table(
-        "Bytes per parameter, and what one rank sends per step",
-        "scheme", "at rest", f"× {base.name}" if base else "×", "peak", "with activations", "sent, B", "in P",
-        "final loss", "out of memory at",
-        caption="P: all parameters once, in the wire's dtype. Peaks are within a step, not at its end.",
-    )  # fmt: skip
-    unit = results.n_params * WIRES[results.settings.wire].itemsize
+def _answer(results: Results, console: Console, *, verbose: bool = False) -> None:
+    for line in verdicts(results, SHOWN_VERBOSE if verbose else SHOWN):
+        console.print(line, soft_wrap=not console.is_terminal)  # in a file a failure is one line
+    if parting := results.parting():
+        console.print(f"- orders differ: {parting}")
+    console.print(summary(results, whole=verbose))
+    if said := results.naive():
+        console.print(said)
     for record in results.schemes:
         if record.out_of_memory:
-            shortage = record.out_of_memory
-            where = f"{shortage.band}, {shortage.unit}{' (host)' if shortage.place == 'host' else ''}"
-            table.add_row(record.name, *["–"] * 7, f"{where}: {shortage.asked:,} B asked")
+            console.print(f"{escape(record.name)} runs out of memory {_shortage(record.out_of_memory)}")
+
+
+def _shortage(found: OutOfMemoryRecord) -> str:
+    """When, and with what; of the host it says so."""
+    when = f"in step {found.step}, {found.unit}" if found.step else f"before the first step, {found.unit}"
+    where = " on the host" * (found.place == "host")
+    return escape(f"{when}: {found.band} of {found.asked:,} B, with {sum(found.held.values()):,} held{where}")
+
+
+def summary(results: Results, *, whole: bool = False) -> Table:
+    """A row for each scheme: what it holds and sends, and the last loss; ``whole`` for more columns."""
+    base = results.base()
+    states = sum(base.steps[-1].resident.values()) if base else None
+    unit = results.n_params * WIRES[results.settings.wire].itemsize
+    rows = {}
+    for record in results.schemes:
+        if record.out_of_memory:
+            rows[record.name] = dict.fromkeys(["at rest", "peak", "sent, B", "in P", "final loss"], "–")
             continue
         step = record.steps[-1]
         resident = sum(step.resident.values())
-        table.add_row(
-            record.name,
-            f"{resident / results.n_params:.4f}",
-            f"{resident / whole:.4f}" if whole else "–",
-            f"{step.peak_without_activations.total / results.n_params:.4f}",
-            f"{step.peak.total / results.n_params:.4f}",
-            f"{step.sent():,}",
-            f"{step.sent() / unit:.4f}",
-            f"{step.loss:.6f}",
-            "",
-        )
-    if not any(record.out_of_memory for record in results.schemes):
-        table.columns.pop()
-    return table
-
-
-def _alike(results: Results) -> Table:
-    bands = list(results.differences[0].differing) if results.differences else []
+        rows[record.name] = {
+            "at rest": f"{resident / results.n_params:.4f}",
+            "peak": f"{step.peak_without_activations.total / results.n_params:.4f}",
+            "sent, B": f"{step.sent():,}",
+            "in P": f"{step.sent() / unit:.4f}",
+            "final loss": f"{step.loss:.6f}",
+            "with activations": f"{step.peak.total / results.n_params:.4f}",
+            f"× {base.name if base else ''}": f"{resident / states:.4f}" if states else "–",
+        }
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))[: None if whole else 5]
     table = number_table(
-        "Same training: the largest difference between the schemes over all ranks (and elements whose bits differ)"
-        if not results.between_orders
-        else "Same training: the largest difference between the schemes of one order (and elements whose bits differ)",
-        "step", *bands, "loss",
+        "", "scheme", *map(escape, columns),
+        caption="B per parameter at rest and at the peak, without activations. Sent by one rank in a step: P is all "
+        "parameters once, as they travel.",
     )  # fmt: skip
-    for step in dict.fromkeys(difference.step for difference in results.differences):
-        here = [difference for difference in results.differences if difference.step == step]
-        cells = []
-        for band in bands:
-            differing = sum(difference.differing[band] for difference in here)
-            largest = max(difference.largest[band] for difference in here)
-            cells.append(f"[red]{largest:.2g} ({differing:,})[/]" if differing else "0 (0)")
-        losses = {f"{record.steps[step - 1].loss:.6f}" for record, _ in results.completed()}
-        table.add_row(str(step), *cells, " or ".join(sorted(losses)))
+    for name, row in rows.items():
+        table.add_row(escape(name), *(row.get(column, "–") for column in columns))
     return table
 
 
-def _between_orders(results: Results) -> Table:
-    """How far rows of other orders are from the first: no failure, but measured."""
-    bands = list(results.between_orders[0].differing) if results.between_orders else []
-    table = number_table(
-        "Between orders: the largest difference from the first scheme (and elements whose bits differ)",
-        "step", "scheme", *bands, left=2, caption=f"No failure: {results.parting()}.",
-    )  # fmt: skip
-    for each in results.between_orders:
-        table.add_row(
-            str(each.step), each.scheme, *(f"{each.largest[band]:.2g} ({each.differing[band]:,})" for band in bands)
-        )
-    return table
-
-
-def _stepwise(results: Results) -> Table:
-    """Step by step the loss, and what was agreed on before the update."""
-    table = number_table(
-        "Step by step: the loss, what all gradients' norm was, and what the loss was scaled by",
-        "step", "scheme", "loss", "mean of the ranks' means", "norm", "scale", "", left=2,
-        caption="A skipped step changes no state. Every scheme's numbers were checked.",
-    )  # fmt: skip
-    for record, step in results.stepwise():
-        means = "–" if step.mean_of_means is None else f"{step.mean_of_means:.6f}"
-        norm = "–" if step.norm is None else f"{step.norm:.6f}"
-        table.add_row(
-            str(step.step), record.name, f"{step.loss:.6f}", means, norm, f"{step.scale:g}", "skipped" * step.skipped
-        )
-    return table
-
-
-def _bands(results: Results, when: str) -> Iterator[Table]:
-    """Bands down, schemes across, some at a time: measured, and marked where the prediction is another."""
-    columns = []
-    for record, step in results.completed():
-        assert record.prediction is not None, "the lab runs nothing that the closed forms do not know"
-        if when == "at rest":
-            columns.append((record.name, step.resident, record.prediction.resident))
+def verdicts(results: Results, most: int) -> Iterator[Text]:
+    """The verdict of each check, what fails first, and below it the first failures by name."""
+    each = "rank, step and N" if results.sweep else "rank and step"
+    alike = "all schemes of one order" if results.parting() else "all schemes"
+    claims = {
+        Check.SAME_TRAINING: f"{alike} alike, bit for bit: {len(results.differences)} comparisons",
+        Check.AS_PREDICTED: f"every byte and FLOP, for every {each}",
+    }
+    failures = {check: [each for each in results.failures if each.check == check] for check in claims}
+    for check, claim in sorted(claims.items(), key=lambda item: not failures[item[0]]):
+        if count := len(failures[check]):
+            yield verdict(check, False, f"{count:,} values differ" if count > 1 else "one value differs")
+        elif nothing := results.nothing_compared(check):
+            yield verdict(check, None, nothing)
         else:
-            columns.append((record.name, step.peak.by_band, record.prediction.peak))
-    for start in range(0, len(columns), MOST_ACROSS):
-        some = columns[start : start + MOST_ACROSS]
-        table = number_table(f"As predicted: bytes per rank {when}", "band", *(name for name, _, _ in some))
-        for band in dict.fromkeys(band for _, *sides in some for side in sides for band in side):
-            table.add_row(band, *(_compared(got.get(band, 0), expected.get(band, 0)) for _, got, expected in some))
-        table.add_section()
-        table.add_row("measured", *(f"{sum(got.values()):,}" for _, got, _ in some))
-        table.add_row("predicted", *(f"{sum(expected.values()):,}" for _, _, expected in some))
-        yield table
-
-
-def _traffic(results: Results) -> Table:
-    table = number_table(
-        "As predicted: bytes that one rank sends per step",
-        "scheme", "collective", "of", "messages", "sent", "predicted", "of which padding",
-        caption="The busiest rank's; every rank's was checked.",
-    )  # fmt: skip
-    for record, step in results.completed():
-        assert record.prediction is not None
-        for moved in step.traffic:
-            table.add_row(
-                record.name, moved.collective, moved.band, f"{moved.messages:,}", f"{max(moved.sent):,}",
-                f"{record.prediction.traffic.get(moved.collective, {}).get(moved.band, 0):,}",
-                f"{max(moved.padding):,}",
-            )  # fmt: skip
-    return table
-
-
-def _links(results: Results) -> Table:
-    """What stays within a node, leaves it, and goes over the host link; and what the host holds."""
-    table = number_table(
-        "As predicted: bytes per step by link, and the host's memory",
-        "scheme", "sent by a rank", "out of a node, per node", "host link, per rank", "host at rest", "host peak",
-        caption="Every rank's, by collective and band, was checked.",
-    )  # fmt: skip
-    if not (results.settings.node or any(record.row.offload for record in results.schemes)):
-        return table
-    for record, step in results.completed():
-        assert record.prediction is not None
-        expected = record.prediction
-        outside, copied = (
-            sum(sum(bands.values()) for bands in links.values()) for links in (expected.node_outside, expected.copies)
-        )
-        table.add_row(
-            record.name,
-            f"{step.sent():,}",
-            _compared(step.node_outside(), outside),
-            _compared(step.copied(), copied),
-            _compared(sum(step.host.values()), sum(expected.host.values())),
-            _compared(step.host_peak.total, sum(expected.host_peak.values())),
-        )
-    return table
-
-
-def _work(results: Results) -> Table:
-    phases = [(Phase.FORWARD,), (Phase.BACKWARD,), (Phase.OPTIMIZER, Phase.HOST_OPTIMIZER), (Phase.COMMUNICATION,)]
-    names = [str(some[0]) for some in phases]
-    table = number_table(
-        "FLOPs per rank and step, and median milliseconds per step",
-        "scheme", *(f"FLOPs, {name}" for name in names[:3]), *(f"ms, {name}" for name in names), "ms per rank",
-        caption="One process takes all ranks' turns: the milliseconds are the sum over ranks, not parallel time."
-        + " Offloaded, the optimizer's are the host's." * any(record.row.offload for record in results.schemes),
-    )  # fmt: skip
-    for record, step in results.completed():
-        assert record.prediction is not None
-        times = [
-            sorted(sum(each.seconds.get(phase, 0.0) for phase in some) for each in record.steps) for some in phases
-        ]
-        medians = [1e3 * each[len(each) // 2] for each in times]
-        flops = [
-            [sum(counts.get(phase, 0) for phase in some) for counts in (step.flops, record.prediction.flops)]
-            for some in phases[:3]
-        ]
-        table.add_row(
-            record.name,
-            *(_compared(measured, predicted) for measured, predicted in flops),
-            *(f"{median:.2f}" for median in medians),
-            f"{sum(medians) / results.settings.ranks:.3f}",
-        )
-    return table
-
-
-def _sweep(results: Results) -> Table:
-    names, counts = (list(dict.fromkeys(getattr(row, field) for row in results.sweep)) for field in ("scheme", "ranks"))
-    cells = {}
-    for row in results.sweep:
-        resident, peak = row.resident / results.n_params, row.peak_without_activations / results.n_params
-        cells[row.ranks, row.scheme] = f"{resident:.4f} / {peak:.4f}" if row.fits else "out of memory"
-    title = "The sweep: bytes per parameter at rest / at the peak, activations left out"
-    caption = "Each of these numbers, and what was sent, was compared with its prediction as an integer."
-    if len(names) > MOST_ACROSS:
-        table = number_table(title, "scheme", *(f"N = {ranks}" for ranks in counts), caption=caption, tight=True)
-        for name in names:
-            table.add_row(name, *(cells[ranks, name] for ranks in counts))
-        return table
-    table = number_table(title, "N", *names, caption=caption)
-    for ranks in counts:
-        table.add_row(str(ranks), *(cells[ranks, name] for name in names))
-    return table
-
-
-def _ablations(results: Results) -> Table:
-    table = number_table("What changes when a rule is broken on purpose", "rule", "found")
-    table.columns[1].justify = "left"
-    found = results.ablations
-    if gather := found.whole_model_gather:
-        states, gathered, other = (
-            nbytes / results.n_params for nbytes in (gather.states, gather.gathered, gather.zero2_resident)
-        )
-        table.add_row(
-            "ZeRO-3 gathers the whole model at once",
-            f"{states:.4f} + {gathered:.4f} = {states + gathered:.4f} B per parameter; ZeRO-2 rests at {other:.4f}",
-        )
-    if narrow := found.narrow_wire:
-        table.add_row(
-            f"blocks travel in {narrow.wire}, rounded at every hop",
-            f"{narrow.sent:,} B instead of {narrow.sent_fp32:,}; {narrow.gradient_differing:,} averaged gradients "
-            f"differ, by up to {narrow.gradient_largest_relative:.2e} of the largest",
-        )
-    if rounded := found.int8_params:
-        table.add_row(
-            "ZeRO-3 sends parameters as int8 blocks with scales",
-            f"{rounded.sent:,} B instead of {rounded.sent_exact:,}; after {len(rounded.losses)} steps the loss is "
-            f"{rounded.losses[-1]:.6f} beside {rounded.losses_exact[-1]:.6f}",
-        )
-    for precision, drift in found.whole_model_bucket.items():
-        table.add_row(
-            f"one scheme's bucket is the whole model ({precision})",
-            f"{drift.differing[0]:,} parameters differ after one step, by up to {drift.largest[0]:.1e}; "
-            f"{drift.differing[-1]:,} after {len(drift.differing)}, by up to {drift.largest[-1]:.1e}",
-        )
-    return table
-
-
-def _verdicts(results: Results, out: Path, console: Console) -> None:
-    """The verdict of each check, the failures by name, and where everything was written."""
-    console.print()
-    for line in verdicts(results):
-        console.print(line)
-    console.print(
-        f"written to {out}/: report.html to look at, results.json, trace.json for Perfetto, and the figures",
-        markup=False,
-    )
-
-
-def verdicts(results: Results) -> Iterator[Text]:
-    """The verdict of each check, and the failures by name."""
-    failed = {failure.check for failure in results.failures}
-    compared, each = len(results.differences), " and for every N" if results.sweep else ""
-    for check, claim in (
-        (
-            Check.SAME_TRAINING,
-            f"all schemes{' of one order' * bool(results.parting())} alike, bit for bit, on all ranks: "
-            f"{compared} comparisons",
-        ),
-        (Check.AS_PREDICTED, f"every byte and FLOP as predicted, on every rank, in every step{each}"),
-    ):
-        verdict, style = ("FAILS", "bold red") if check in failed else ("holds", "bold green")
-        if check not in failed and (nothing := results.nothing_compared(check)):
-            verdict, style, claim = "nothing to compare", "", nothing
-        yield Text.assemble(f"{check}: ", (verdict, style), f": {claim}")
-    for failure in results.failures[:SHOWN_FAILURES]:
-        yield Text(f"  {failure}", style="red")
-    if len(results.failures) > SHOWN_FAILURES:
-        yield Text(f"  and {len(results.failures) - SHOWN_FAILURES:,} more, in results.json")
+            yield verdict(check, True, claim)
+        for failure in failures[check][:most]:
+            yield Text(f"  {failure.found}", style="red")
+        if len(failures[check]) > most:
+            yield Text(f"  and {len(failures[check]) - most:,} more, in results.json")

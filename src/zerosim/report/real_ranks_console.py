@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zerosim.bands import WIRES, Band
-from zerosim.records.real_ranks import CHECKS, NAMESPACE, Corroboration, Flow, RankRecord, Run
-from zerosim.report.tables import number_table, screen
+from zerosim.records.real_ranks import BYTES, CHECKS, NAMESPACE, Corroboration, Flow, RankRecord, Run
+from zerosim.report.tables import number_table, screen, verdict
 from zerosim.util import sizes
 
 METERS = {"process": "/proc/self/io", "sockets": "the TCP sockets"}
@@ -20,7 +20,7 @@ WIDTH, UNKNOWN = 80, "?"
 
 
 def show(found: Corroboration, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print everything that was found: the verdicts, what is behind them, then the tables.
+    """Print the verdicts, what fails first, and a table of the schemes; ``verbose`` for what is behind them.
 
     Of failures the first is named, which may have caused the others; ``verbose`` names all.
     """
@@ -33,10 +33,50 @@ def show(found: Corroboration, console: Console | None = None, *, verbose: bool 
     )
     runs = [run for run in found.runs if run.ranks]  # of which a step was completed
     _verdicts(found, runs, console, verbose)
-    for table in (_bits(found, runs), _sent(found, runs), _received(found, runs), *_memory(found, runs), _times(runs)):
+    if not verbose and runs:
+        console.print(_summary(found, runs))
+    tables = [_bits(found, runs), _sent(found, runs), _received(found, runs), *_memory(found, runs), _times(runs)]
+    for table in tables if verbose else ():
         if table.row_count:
             console.print()
             console.print(table)
+    _notes(found, runs, console)
+    if not verbose:
+        console.print("[dim]-v: losses, both ways of the traffic, memory by band, and times[/]")
+
+
+def _summary(found: Corroboration, runs: Sequence[Run]) -> Table:
+    """A line for each scheme and way of sending, all precisions together."""
+    table = number_table(
+        "", "scheme", "over", "compared", "differ", "sent, P", "moved, P", "unexplained",
+        caption="Over: our ring, or the backend's native collectives. Compared: elements of all model states, by their "
+        "bits. P: all parameters once, times (N-1)/N. Moved: what the backend makes of what it is to send. "
+        "Unexplained: bytes that the kernel counted beside that and its framing.",
+        left=2, tight=True,
+    )  # fmt: skip
+    for scheme, collectives in dict.fromkeys((run.scheme, run.collectives) for run in runs):
+        here = [run for run in runs if (run.scheme, run.collectives) == (scheme, collectives)]
+        compared, differing = (
+            sum(sum(getattr(run, which).values()) for run in here) for which in ("compared", "differing")
+        )
+        flows = [flow for run in here for rank in run.ranks for flow in (rank.sent, rank.received)]
+        table.add_row(
+            scheme, collectives, f"{compared:,}", _marked(f"{differing:,}", differing > 0) if compared else "–",
+            *(" or ".join(dict.fromkeys(_in_p(found, run)[which] for run in here)) for which in (0, 1)),
+            _unexplained(flows, tuple(METERS)),
+        )  # fmt: skip
+    return table
+
+
+def _in_p(found: Corroboration, run: Run) -> tuple[str, str]:
+    """What the busiest rank's last step handed to torch, and what the backend moved of it, in P."""
+    busiest, unit = _busiest([rank.sent for rank in run.ranks]), _unit(found, run)
+    wrong = not busiest.simulated == busiest.booked == busiest.handed
+    return _marked(f"{busiest.handed[-1] / unit:.2f}", wrong), f"{busiest.moved[-1] / unit:.2f}"
+
+
+def _busiest(flows: Sequence[Flow]) -> Flow:
+    return max(flows, key=lambda each: each.moved[-1] + each.framing[-1])
 
 
 def _marked(text: str, wrong: bool) -> str:
@@ -98,7 +138,7 @@ def _traffic(
     rows: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         flows = [flow(rank) for rank in run.ranks]
-        busiest = max(flows, key=lambda each: each.moved[-1] + each.framing[-1])
+        busiest = _busiest(flows)
         handed, moved, unit = busiest.handed[-1], busiest.moved[-1], _unit(found, run)
         counted = next((busiest.kernel[meter][-1] for meter in meters if meter in busiest.kernel), None)
         row = (
@@ -106,7 +146,7 @@ def _traffic(
             _marked(f"{handed / unit:.2f}", not busiest.simulated == busiest.booked == busiest.handed),
             f"{moved / unit:.2f}", f"{moved:,}",
             UNKNOWN if counted is None else f"{counted:,}",
-            *(_unexplained(flows, meter) for meter in meters),
+            *(_unexplained(flows, (meter,)) for meter in meters),
         )  # fmt: skip
         rows.setdefault(row, []).append(run.precision)
     for (scheme, collectives, *numbers), precisions in rows.items():
@@ -122,15 +162,16 @@ def _unit(found: Corroboration, run: Run) -> float:
     return found.n_params * dtype.itemsize * (size - 1) / size
 
 
-def _unexplained(flows: Iterable[Flow], meter: str) -> str:
-    """Bytes that a meter counted and nothing explains, or failed to count, over all ranks and steps."""
-    total = 0
-    for flow in flows:
-        if meter not in flow.kernel:
-            return UNKNOWN
-        each = zip(flow.kernel[meter], flow.moved, flow.framing, strict=True)
-        total += sum(abs(counted - moved - framing) for counted, moved, framing in each)
-    return _marked(f"{total:,}", total > 0)
+def _unexplained(flows: Iterable[Flow], meters: Sequence[str]) -> str:
+    """Bytes that meters counted and nothing explains, or failed to count, over all ranks and steps."""
+    rests = [
+        abs(counted - moved - framing)
+        for flow in flows
+        for meter in meters
+        if meter in flow.kernel
+        for counted, moved, framing in zip(flow.kernel[meter], flow.moved, flow.framing, strict=True)
+    ]
+    return _marked(f"{sum(rests):,}", any(rests)) if rests else UNKNOWN
 
 
 def _memory(found: Corroboration, runs: Sequence[Run]) -> Sequence[Table]:
@@ -166,7 +207,7 @@ def _at_rest(run: Run) -> str:
 def _times(runs: Sequence[Run]) -> Table:
     table = number_table(
         "Milliseconds of a step on the rank that took longest",
-        "scheme", "over", "precision", "min", "median", "max", "compute", "sending", "steps",
+        "scheme", "over", "precision", "min", "median", "max", "compute", "sending",
         caption="Over the steps of a run; compute and sending are medians. Waiting for a slower rank is sending, and "
         "where ranks outnumber processors, so is waiting for a processor.",
         left=3, tight=True,
@@ -177,32 +218,46 @@ def _times(runs: Sequence[Run]) -> Table:
             min(totals), median(totals), max(totals), median(each.compute for each in run.times),
             median(each.communication for each in run.times),
         )  # fmt: skip
-        table.add_row(
-            run.scheme, run.collectives, run.precision, *(f"{1e3 * each:.2f}" for each in seconds), str(len(totals))
-        )
+        table.add_row(run.scheme, run.collectives, run.precision, *(f"{1e3 * each:.2f}" for each in seconds))
     return table
 
 
 def _verdicts(found: Corroboration, runs: Sequence[Run], console: Console, verbose: bool) -> None:
-    """Each check's verdict, the cause if something failed, and what was not measured."""
+    """Each check's verdict, what fails first with its cause, and what the other ranks said of it."""
     failed = {failure.check for failure in found.failures}
-    compared = sum(sum(run.compared.values()) for run in runs)
-    counters = ["the simulator", "the ranks' ledgers", "the calls to torch"]
-    counters += [where for meter, where in METERS.items() if meter not in found.unmeasured]
     if not found.complete:
-        console.print("[bold red]incomplete[/]: ", end="")
+        console.print("[bold red]✗ incomplete[/]: ", end="")
         console.print(f"{found.ended} What was found before is kept.", markup=False)
-    for check, claim in CHECKS.items():
-        verdict = "[bold red]FAILS[/]" if check in failed else "[bold green]holds[/]"
-        console.print(f"{check} {verdict if runs else '[bold]not measured[/]'}: {claim}")
+    for check in (each for each in CHECKS if each in failed):
+        console.print(verdict(check, False, CHECKS[check]))
     _failures(found, console, verbose)
-    if runs:
-        counts = f"{', '.join(counters[:-1])} and {counters[-1]}"
-        console.print(f"Compared: {compared:,} elements; bytes by {counts}.")
+    for check in (each for each in CHECKS if each not in failed):
+        partly = check == BYTES and not found.unmeasured.keys().isdisjoint(METERS)
+        console.print(verdict(check, True if runs else None, CHECKS[check], partly=partly and bool(runs)))
     if found.errors and not verbose:
         console.print(f"What {len(found.errors)} other ranks said of it: --verbose, or corroborate.json.")
     for rank, text in found.errors.items() if verbose else ():
         console.print(f"  rank {rank} said: {text}", markup=False)
+
+
+def _failures(found: Corroboration, console: Console, verbose: bool) -> None:
+    """The failure that comes first, in the order in which one can cause another, and how many there are besides."""
+    order = list(CHECKS)
+    first = [failure for failure in found.failures if failure.scheme == found.failures[0].scheme]
+    failures = sorted(first, key=lambda failure: (failure.step, order.index(failure.check)))
+    failures += found.failures[len(first) :]
+    for failure in failures[: len(failures) if verbose else 1]:
+        console.print(f"  {failure}", style="red", markup=False, soft_wrap=not console.is_terminal)
+    if len(failures) > 1 and not verbose:
+        console.print(f"  and {len(failures) - 1:,} more, which may follow from it: --verbose, or corroborate.json")
+
+
+def _notes(found: Corroboration, runs: Sequence[Run], console: Console) -> None:
+    """By what it was counted, what was not measured, and what is not as the textbook has it."""
+    counters = ["the simulator", "the ranks' ledgers", "the calls to torch"]
+    counters += [where for meter, where in METERS.items() if meter not in found.unmeasured]
+    if runs:
+        console.print(f"Bytes were counted by {', '.join(counters[:-1])} and {counters[-1]}.")
     for name, why in found.unmeasured.items():
         what = f"bytes by {METERS[name]}" if name in METERS else f"{name} on native collectives"
         what = "connections opened and datagrams sent" if name == NAMESPACE else what
@@ -217,15 +272,3 @@ def _verdicts(found: Corroboration, runs: Sequence[Run], console: Console, verbo
             "gloo's own reduce-scatter is an all-reduce of which each rank keeps a slice: it moves twice what the "
             "textbook says, so that ZeRO-1, -2 and -3 send 3, 3 and 4 P instead of 2, 2 and 3."
         )
-
-
-def _failures(found: Corroboration, console: Console, verbose: bool) -> None:
-    """The failure that comes first, in the order in which one can cause another, and how many there are besides."""
-    order = list(CHECKS)
-    first = [failure for failure in found.failures if failure.scheme == found.failures[0].scheme]
-    failures = sorted(first, key=lambda failure: (failure.step, order.index(failure.check)))
-    failures += found.failures[len(first) :]
-    for failure in failures[: len(failures) if verbose else 1]:
-        console.print(f"  {failure}", style="red", markup=False)
-    if len(failures) > 1 and not verbose:
-        console.print(f"  and {len(failures) - 1:,} more, which may follow from it: --verbose, or corroborate.json")

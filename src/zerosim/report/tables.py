@@ -1,4 +1,4 @@
-"""How a table looks in a terminal, the same in every command. Knows nothing of what is in it."""
+"""How verdicts and tables look in a terminal, the same in every command. Knows nothing of what is in them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def screen(console: Console | None = None, *, width: int) -> Console:
     """Where a command prints: a terminal as wide as it is, anything else ``width`` columns wide."""
     console = console or Console(highlight=False)
     return console if console.is_terminal else Console(file=console.file, highlight=False, width=width)
+
+
+def verdict(check: str, holds: bool | None, said: str, *, partly: bool = False) -> Text:
+    """A line: whether a check holds, or None if nothing was measured, ``partly`` if not everything was; and of what."""
+    s = "" if check.endswith("s") else "s"
+    words, style = {
+        True: (f"✓ {check} hold{s}", "bold green"),
+        False: (f"✗ {check} FAIL{s.upper()}", "bold red"),
+        None: (f"- {check} not measured", "bold yellow"),
+    }[holds]
+    return Text.assemble((words, style), " where measured" * partly, f": {said}")
 
 
 class NumberTable(Table):

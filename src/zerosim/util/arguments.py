@@ -5,6 +5,7 @@ Owns the wording of these errors and the layout of a batch. Must not know scheme
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 from types import UnionType
 from typing import Any
@@ -13,6 +14,12 @@ import numpy as np
 
 from zerosim.bands import Array
 from zerosim.util import sizes
+
+
+def installed(call: str, *packages: str, extra: str) -> None:
+    """Refuse what needs packages that are not installed. ModuleNotFoundError, with what installs them."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ModuleNotFoundError(f"{call} needs {' and '.join(missing)}; pip install 'zerosim[{extra}]'.")
 
 
 def one_of(call: str, option: str, value: object, known: Collection[str]) -> None:
