@@ -15,6 +15,7 @@ import zerosim as zs
 from zerosim.cli import plan as cli
 from zerosim.cli.main import main
 from zerosim.planner import plan, question
+from zerosim.planner.cards import CARDS
 from zerosim.records import plan as records
 from zerosim.report import plan_console
 from zerosim.schemes import ZeRO1, ZeRO2
@@ -135,7 +136,7 @@ def test_plan_and_chart_are_written_where_they_were_asked_for(tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == [picture, target]
     found = records.load(target)
     asked = found.question
-    assert (asked.gpus, asked.rows, asked.memory, asked.card) == ([2, 5], [ZeRO1, ZeRO2], 80 * 10**9, "H100")
+    assert (asked.gpus, asked.rows, asked.memory, asked.card) == ([2, 5], [ZeRO1, ZeRO2], CARDS["H100"].memory, "H100")
     assert (asked.bucket, asked.accumulate, asked.sync, asked.optimizer) == (5000 // 2, 2, "end", "momentum")
     assert found.cluster is not None
     assert (found.cluster.peak, found.cluster.efficiency, found.cluster.node) == (500e12, 0.25, 2)

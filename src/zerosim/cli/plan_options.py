@@ -94,8 +94,8 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "schemes",
         multiple=True,
         metavar="NAME",
-        help="ddp, zero1, zero2 or zero3 (or 0 to 3), hsdp, zero3-kept, hpz, ...; several with commas.  [default: those "
-        "of the convention]",
+        help="ddp, zero1, zero2 or zero3 (or 0 to 3), hsdp, zero3-kept, hpz; several with commas.  [default: the "
+        "convention's]",
     ),
     click.option(
         "--convention",

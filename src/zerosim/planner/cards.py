@@ -7,8 +7,8 @@ What is reached of the peak at most was measured: the fastest product of two bf1
 (stas00's "maximum achievable matmul FLOPS", ml-engineering): 271.2 TFLOP/s on an A100 SXM, 794.5 on an H100, 1,745 on
 a B200, 668.4 on an MI300X. Of the others nothing was published, and four fifths are assumed.
 
-The memory is the marketed number in GB of 1e9 bytes. What a program finds is another: the parts
-are made in GiB, the driver keeps some, and nvidia-smi reports the rest. Peaks are of dense
+The memory is what a card reports to torch as its total capacity, the least of what is printed in
+people's out-of-memory errors: not what is on the box. Peaks are of dense
 matrices, without the doubling for sparse ones that data sheets like to print. Bandwidths are one
 way, half of what is marketed for both.
 """
@@ -75,6 +75,10 @@ class Card:
         return self.peak[dtype]
 
 
+def _gib(number: float) -> int:
+    return round(number * 2**30)
+
+
 def _peak(half: float, single: float, bf16: bool = True) -> dict[str, int]:
     """FLOP/s from TFLOP/s: of the two 16-bit formats, equally fast where both exist, and of fp32."""
     sixteen = round(half * _TERA)
@@ -89,47 +93,48 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         card.name: card
         for card in (
             Card(
-                "V100-32GB", 32 * _GB, _peak(125, 15.7, bf16=False), 150 * _GB, 50 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
+                "V100-32GB", _gib(31.73), _peak(125, 15.7, bf16=False), 150 * _GB, 50 * _GB, 8, _NVLINK_HOP,
+                _NETWORK_HOP,
                 "NVIDIA V100 data sheet, SXM2 (125 and 15.7 TFLOP/s, NVLink 300 GB/s both ways); DGX-1: 4 x 100 Gb/s",
                 memory_bandwidth=900 * _GB,
             ),
             Card(
-                "A100-40GB", 40 * _GB, _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
+                "A100-40GB", _gib(39.38), _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
                 memory_bandwidth=1555 * _GB, reached=_A100_REACH,
             ),
             Card(
-                "A100-80GB", 80 * _GB, _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
+                "A100-80GB", _gib(79.15), _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
                 memory_bandwidth=2039 * _GB, reached=_A100_REACH,
             ),
             Card(
-                "H100", 80 * _GB, _peak(989.4, 66.9), 450 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _H100,
+                "H100", _gib(79.11), _peak(989.4, 66.9), 450 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _H100,
                 memory_bandwidth=3350 * _GB, reached=_H100_REACH,
             ),
             Card(
-                "H200", 141 * _GB, _peak(989.4, 66.9), 450 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
+                "H200", _gib(139.72), _peak(989.4, 66.9), 450 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
                 "NVIDIA H200 data sheet, SXM (141 GB; computes and sends as the H100); DGX H200: 8 x 400 Gb/s",
                 memory_bandwidth=4800 * _GB, reached=_H100_REACH,
             ),
             Card(
-                "B200", 180 * _GB, _peak(2250, 80), 900 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
+                "B200", _gib(178.35), _peak(2250, 80), 900 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
                 "NVIDIA Blackwell data sheet, HGX at 1,000 W (2,250 and 80 TFLOP/s, NVLink 1.8 TB/s both ways); "
                 "DGX B200: 8 x 180 GB, 8 x 400 Gb/s",
                 memory_bandwidth=8000 * _GB, reached=1745 / 2250,
             ),
             Card(
-                "L40S", 48 * _GB, _peak(362.05, 91.6), 32 * _GB, 50 * _GB, 8, _PCIE_HOP, _NETWORK_HOP,
+                "L40S", _gib(44.34), _peak(362.05, 91.6), 32 * _GB, 50 * _GB, 8, _PCIE_HOP, _NETWORK_HOP,
                 "NVIDIA L40S data sheet (362.05 and 91.6 TFLOP/s, PCIe 4.0 x16 64 GB/s both ways, no NVLink); "
                 "Amazon EC2 g6e.48xlarge: 8 cards, 400 Gb/s",
                 memory_bandwidth=864 * _GB,
             ),
             Card(
-                "RTX4090", 24 * _GB, _peak(165.2, 82.6), 32 * _GB, 1_250_000_000, 4, _PCIE_HOP, _NETWORK_HOP,
+                "RTX4090", _gib(23.52), _peak(165.2, 82.6), 32 * _GB, 1_250_000_000, 4, _PCIE_HOP, _NETWORK_HOP,
                 "NVIDIA Ada GPU architecture white paper (165.2 TFLOP/s accumulating in fp32, 82.6; PCIe 4.0 x16 "
                 "64 GB/s both ways); a workstation of four on 10 Gb/s Ethernet is assumed",
                 memory_bandwidth=1008 * _GB,
             ),
             Card(
-                "MI300X", 192 * _GB, _peak(1307.4, 163.4), 448 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
+                "MI300X", _gib(191.69), _peak(1307.4, 163.4), 448 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,
                 "AMD Instinct MI300X data sheet (1,307.4 and 163.4 TFLOP/s, 7 Infinity Fabric links of 128 GB/s both "
                 "ways); 8 x 400 Gb/s, and a hop as over NVLink, are assumed",
                 memory_bandwidth=5300 * _GB, reached=668.4 / 1307.4,
