@@ -49,9 +49,9 @@ RECORDINGS = {
     "card": Recording("lab --ranks 64 --steps 2 --capacity 130kB"),
     "small_card": Recording("lab --ranks 64 --steps 2 --capacity 66kB"),
     "corroborate": Recording("corroborate", "torch"),
-    "plan": Recording(f"plan {LLAMA} --gpus 8 --memory 80GB --seq 8192 --checkpoint full", "transformers"),
+    "plan": Recording(f"plan {LLAMA} --gpus 8 --card H100 --seq 8192 --checkpoint full", "transformers"),
     "plan_fsdp2": Recording(
-        f"plan {LLAMA} --gpus 8 --memory 80GB --seq 8192 --micro-batch 2 --checkpoint selective --convention fsdp2",
+        f"plan {LLAMA} --gpus 8 --card H100 --seq 8192 --micro-batch 2 --checkpoint selective",
         "transformers",
     ),
 }
