@@ -62,7 +62,7 @@ def test_the_first_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_a_plan_without_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example holds, and data parallelism is what does not fit on that card."""
     plan = ran("plan.md", tmp_path, monkeypatch)["plan"]
-    assert {cell.name for cell in plan.record.at(8) if not cell.fits} == {"data parallel"}
+    assert {cell.name for cell in plan.record.beside(8) if not cell.fits} == {"data parallel"}
 
 
 def test_the_tutorial() -> None:
