@@ -25,6 +25,7 @@ from zerosim.records.files import write_whole
 ROOT = Path(__file__).parents[1]
 MEASURED, RECORDED = ROOT / "recorded" / "measured_memory.csv", ROOT / "recorded" / "measured.json"
 PAGE = ROOT / "docs" / "measured.md"
+CARD = ROOT / "recorded" / "measured_card.json"  # made by benchmarks/card.py
 UNITS = {"B": 1, "elements": 1, "GB": 10**9, "GiB": 2**30}
 MIB = 2**20
 
@@ -204,6 +205,33 @@ def call(case: Case) -> str:
     return f"zs.plan({first}, {', '.join(f'{name}={each}' for name, each in options.items())})".replace("'", '"')
 
 
+def _card(path: Path = CARD) -> str:
+    """What ``benchmarks/card.py`` found on a card at hand, or how to find it."""
+    head = (
+        "\n## On a card at hand\n\n`python benchmarks/card.py` trains a model of 217 million parameters in four ways "
+        "on "
+    )
+    if not path.exists():
+        return (
+            f"{head}one GPU, and prints what is allocated, reserved and held by libraries beside the plan. No such "
+            "run is recorded here.\n"
+        )
+    found = json.loads(path.read_text())
+    return f"{head}one GPU. On {found['card']}, torch {found['torch']}:\n\n" + _table(
+        "way | at rest | plan | peak | plan | ratio | reserved | workspaces | step",
+        (
+            (
+                row["way"], *(f"{size / MIB:,.1f} MiB" for size in (
+                    row["measured"]["rest"], row["plan"]["rest"], row["measured"]["peak"], row["plan"]["peak"],
+                )),
+                f"{row['plan']['peak'] / row['measured']['peak']:.3f}", f"{row['measured']['reserved'] / MIB:,.0f} MiB",
+                f"{row['workspace'] / MIB:,.1f} MiB", f"{1000 * row['measured']['seconds']:.1f} ms",
+            )
+            for row in found["rows"]
+        ),
+    )  # fmt: skip
+
+
 def page() -> str:
     """docs/measured.md. ValueError where a number is out of its band."""
     plans, seen = recorded(), measured()
@@ -237,6 +265,7 @@ def page() -> str:
         "\n## Reserved memory\n\nWhat the allocator has taken from the card goes by the order of allocations and the "
         f"size of the card. What is allocated is {cases.RESERVED[0]:g} to {cases.RESERVED[1]:g} of it here.\n\n",
         _table(HEAD, _rows(("reserved",), plans)),
+        _card(),
         "\n## Not predicted\n\n",
         _table("number | run | measured | why not", (
             (f"`{name}`", _run(seen[name]), _size(value(name), seen[name]["unit"]), held.cause)

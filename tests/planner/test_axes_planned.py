@@ -6,6 +6,7 @@ import pytest
 
 import zerosim as zs
 from zerosim.planner import question
+from zerosim.planner.cards import CARDS
 from zerosim.records.plan import Cell
 from zerosim.stages import DP, HPZ, HSDP, ROWS, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
 
@@ -53,6 +54,31 @@ def test_ranks_in_turn_put_the_groups_across_nodes() -> None:
     assert between(hsdp) == inner
     [whole] = cells(rows=[ZeRO3], placement="round robin")
     assert whole.between == NODE * whole.sent
+
+
+def test_each_collective_s_time_is_of_the_ring_that_it_goes_round() -> None:
+    """With a slow network HSDP waits for its all-reduce alone; in turn on the nodes, for all that its groups send."""
+    slow = {"node_bandwidth": "1MB/s", "latency": 1e-6, "node_latency": 1e-6}
+    whole, hsdp = cells(rows=[ZeRO3, HSDP], **slow)
+    [turned] = cells(rows=[HSDP], placement="round robin", **slow)
+    for cell in (whole, hsdp):
+        assert cell.time is not None
+        assert cell.time.bandwidth == pytest.approx(cell.between / 1e6, rel=1e-3)
+    assert turned.time is not None
+    assert turned.time.bandwidth == pytest.approx(turned.between / 1e6, rel=1e-3)
+    assert turned.between > whole.between > hsdp.between
+
+
+def test_what_goes_over_the_host_s_link_takes_its_time() -> None:
+    """A step is no shorter than its copies; on a card that computes and sends at once it is bound by them."""
+    [cell] = cells(rows=[ZeRO2], offload="optimizer", gpus=2)
+    assert cell.host is not None
+    assert cell.time is not None
+    link = cell.host.copied / CARDS["H100"].host
+    assert cell.time.overlapped >= link
+    [fast] = cells(rows=[ZeRO2], offload="optimizer", gpus=2, peak=1e9, bandwidth="1PB/s", latency=1e-9)
+    assert fast.time is not None
+    assert (fast.time.overlapped, fast.time.binding) == (link, "bandwidth to the host")
 
 
 def test_the_optimizer_s_state_on_the_host() -> None:

@@ -293,7 +293,7 @@ def test_presets_are_whole(name: str) -> None:
     assert found.peak["fp16"] > found.peak["fp32"]
     assert found.peak.get("bf16", found.peak["fp16"]) == found.peak["fp16"]
     assert all(type(value) is int for value in (found.memory, found.within, found.between, *found.peak.values()))
-    assert found.memory % 10**9 == 0
+    assert found.memory % 10**9 != 0  # as reported, not as sold
 
 
 def test_every_number_of_a_card_can_be_replaced() -> None:

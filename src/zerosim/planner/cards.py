@@ -40,7 +40,8 @@ class Card:
     sends to the others of its node, ``between`` those that a whole node sends to the other nodes
     over all its network cards, both one way; ``node`` the cards in a node; ``hop_within`` and
     ``hop_between`` the seconds of a hop of no bytes; ``source`` who says so. ``memory_bandwidth`` is the bytes per
-    second of the card's own memory, ``reached`` the part of the peak that the fastest matrix product reaches.
+    second of the card's own memory, ``reached`` the part of the peak that the fastest matrix product reaches, ``host``
+    the bytes per second over its link to the host, one way: PCIe x16 of its generation.
     """
 
     name: str
@@ -54,9 +55,20 @@ class Card:
     source: str
     memory_bandwidth: int
     reached: float = ASSUMED_REACH
+    host: int = 64 * _GB
 
     def __post_init__(self) -> None:
-        for name in ("memory", "within", "between", "node", "hop_within", "hop_between", "memory_bandwidth", "reached"):
+        for name in (
+            "memory",
+            "within",
+            "between",
+            "node",
+            "hop_within",
+            "hop_between",
+            "memory_bandwidth",
+            "reached",
+            "host",
+        ):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"Card({name}) of {self.name} must be above zero; got {value!r}.")
@@ -96,15 +108,15 @@ CARDS: Mapping[str, Card] = MappingProxyType(
                 "V100-32GB", _gib(31.73), _peak(125, 15.7, bf16=False), 150 * _GB, 50 * _GB, 8, _NVLINK_HOP,
                 _NETWORK_HOP,
                 "NVIDIA V100 data sheet, SXM2 (125 and 15.7 TFLOP/s, NVLink 300 GB/s both ways); DGX-1: 4 x 100 Gb/s",
-                memory_bandwidth=900 * _GB,
+                memory_bandwidth=900 * _GB, host=16 * _GB,
             ),
             Card(
                 "A100-40GB", _gib(39.38), _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
-                memory_bandwidth=1555 * _GB, reached=_A100_REACH,
+                memory_bandwidth=1555 * _GB, host=32 * _GB, reached=_A100_REACH,
             ),
             Card(
                 "A100-80GB", _gib(79.15), _peak(312, 19.5), 300 * _GB, 200 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _A100,
-                memory_bandwidth=2039 * _GB, reached=_A100_REACH,
+                memory_bandwidth=2039 * _GB, host=32 * _GB, reached=_A100_REACH,
             ),
             Card(
                 "H100", _gib(79.11), _peak(989.4, 66.9), 450 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP, _H100,
@@ -125,13 +137,13 @@ CARDS: Mapping[str, Card] = MappingProxyType(
                 "L40S", _gib(44.34), _peak(362.05, 91.6), 32 * _GB, 50 * _GB, 8, _PCIE_HOP, _NETWORK_HOP,
                 "NVIDIA L40S data sheet (362.05 and 91.6 TFLOP/s, PCIe 4.0 x16 64 GB/s both ways, no NVLink); "
                 "Amazon EC2 g6e.48xlarge: 8 cards, 400 Gb/s",
-                memory_bandwidth=864 * _GB,
+                memory_bandwidth=864 * _GB, host=32 * _GB,
             ),
             Card(
                 "RTX4090", _gib(23.52), _peak(165.2, 82.6), 32 * _GB, 1_250_000_000, 4, _PCIE_HOP, _NETWORK_HOP,
                 "NVIDIA Ada GPU architecture white paper (165.2 TFLOP/s accumulating in fp32, 82.6; PCIe 4.0 x16 "
                 "64 GB/s both ways); a workstation of four on 10 Gb/s Ethernet is assumed",
-                memory_bandwidth=1008 * _GB,
+                memory_bandwidth=1008 * _GB, host=32 * _GB,
             ),
             Card(
                 "MI300X", _gib(191.69), _peak(1307.4, 163.4), 448 * _GB, 400 * _GB, 8, _NVLINK_HOP, _NETWORK_HOP,

@@ -12,11 +12,13 @@ from typing import Any
 
 from zerosim.bands import WIRES, DType
 from zerosim.layers import Layer, Role
+from zerosim.options import Options
 from zerosim.planner.cards import ASSUMED, Card, card
 from zerosim.planner.runner import StepRun
-from zerosim.planner.step_time import bound, duration, operations
+from zerosim.planner.step_time import Limit, Operation, Ring, Sent, bound, duration, operations
 from zerosim.planner.time_model import fitted
 from zerosim.records.plan import Cluster, Question, StepEstimate, Time
+from zerosim.stages import Stage, ZeRO3
 
 SMALLEST = 100_000_000  # parameters; the smallest model that the estimate was fitted on has 125 million
 
@@ -63,13 +65,44 @@ def _alike(layers: Iterable[Layer]) -> bool:
     return sum(group.params for group in groups) >= SMALLEST
 
 
-def time(ran: StepRun, ranks: int, chosen: Card, record: Cluster, prefetch: int, tokens: int | None) -> Time:
+def on_rings(work: Iterable[Operation], row: Stage, ranks: int, node: int | None, placement: str) -> list[Operation]:
+    """The same operations, each collective on the ring that it goes round, as one round k ranks takes k-1 hops.
+
+    Where nodes are as many as the cards of one, an all-reduce is the replicas', what else there is the group's.
+    ``placement`` in turn puts neighbours on different nodes, and replicas on one where that comes out even.
+    """
+    found, groups = [], node is not None and (row.two_axes or row.reshard_after_forward == "group") and ranks > node
+    for each in work:
+        if isinstance(each, Sent) and ranks > 1:
+            ring = Ring.ALL
+            if groups and node is not None:
+                sizes = {ranks - 1: Ring.ALL, ranks // node - 1: Ring.ACROSS}
+                if each.name != "all-reduce" or node != ranks // node:
+                    sizes[node - 1] = Ring.WITHIN
+                ring = sizes[each.messages]
+            if placement == "round robin" and node is not None and ranks > node:
+                even = node % (ranks // node) == 0
+                ring = Ring.WITHIN if ring is Ring.ACROSS and even else Ring.ACROSS
+            each = replace(each, ring=ring)
+        found.append(each)
+    return found
+
+
+def time(
+    ran: StepRun, ranks: int, chosen: Card, record: Cluster, options: Options, tokens: int | None, row: Stage = ZeRO3,
+    placement: str = "nodes",
+) -> Time:  # fmt: skip
     """The bound of a step that was run, and the estimate; ``tokens`` of a micro-batch, None where rows have no length.
 
+    What goes over the link to the host takes its time, whatever else there is to do.
     The estimate's error is known of models like those that it was fitted on. Where an efficiency is stated, the
     estimate takes that part of the peak, and its error is the reader's.
     """
-    work = operations(ran.report, ran.groups, None if tokens is None else products(ran.layers, tokens))
+    prefetch = options.prefetch
+    work: Iterable[Operation] = operations(
+        ran.report, ran.groups, None if tokens is None else products(ran.layers, tokens)
+    )
+    work = on_rings(work, row, ranks, options.node, placement)
     least = bound(work, chosen, ranks, dtype=record.dtype, prefetch=prefetch)
     model = fitted()
     if record.efficiency is None:
@@ -77,18 +110,21 @@ def time(ran: StepRun, ranks: int, chosen: Card, record: Cluster, prefetch: int,
     else:
         speeds, error = model.stated(chosen, record.dtype, record.efficiency), None
     expected = duration(work, speeds, ranks, prefetch=prefetch)
+    copying = 0.0 if ran.host is None else ran.host.copied / chosen.host
+    bound_by = str(Limit.HOST) if copying > least.overlapped else str(least.binding)
+    expected_by = str(Limit.HOST) if copying > expected.overlapped else str(expected.binding)
     return Time(
         compute=least.compute,
         bandwidth=least.bandwidth,
         latency=least.latency,
-        serial=least.serial,
-        overlapped=least.overlapped,
-        binding=str(least.binding),
+        serial=least.serial + copying,
+        overlapped=max(least.overlapped, copying),
+        binding=bound_by,
         estimate=StepEstimate(
-            seconds=max(expected.overlapped, least.overlapped),
+            seconds=max(expected.overlapped, least.overlapped, copying),
             computing=expected.compute,
             exposed=expected.exposed,
-            binding=str(expected.binding),
+            binding=expected_by,
             error=error,
         ),
     )

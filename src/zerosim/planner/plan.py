@@ -191,7 +191,7 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
         shortage=shortage,
         time=None
         if runner.prepare(row).states_alone
-        else hardware.time(ran, ranks, chosen, cluster, runner.options(row).prefetch, tokens),
+        else hardware.time(ran, ranks, chosen, cluster, runner.options(row, ranks), tokens, row, question.placement),
         saved=ran.saved,
         host=ran.host,
     )

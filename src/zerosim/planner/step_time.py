@@ -22,7 +22,7 @@ about, nor whether the speeds are what a card can reach at most (``bound``) or w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
@@ -41,6 +41,7 @@ class Limit(StrEnum):
     WITHIN = "bandwidth within the node"
     BETWEEN = "bandwidth between nodes"
     LATENCY = "latency of the hops"
+    HOST = "bandwidth to the host"
 
 
 class Ring(StrEnum):
@@ -72,6 +73,7 @@ class Sent:
     messages: int
     needed_by: int | None = None
     ring: Ring = Ring.ALL
+    name: str = field(default="", compare=False)  # the collective's
 
 
 Operation = Computed | Sent
@@ -102,7 +104,7 @@ def operations(
     return [
         next(computed)
         if event.kind is EventKind.COMPUTE
-        else Sent(event.unit, event.nbytes, event.amount, needed.pop())
+        else Sent(event.unit, event.nbytes, event.amount, needed.pop(), name=event.name)
         for event in log
     ]
 
