@@ -52,7 +52,7 @@ class Planned:
     >>> found.best.time.overlapped < found.best.time.estimate.seconds, found.best.time.estimate.error
     (True, None)
     >>> found.fits, found.best.name, found.best.fits, sorted(found.to_dict())[:3]
-    (True, 'ZeRO-1', True, ['cells', 'cluster', 'created'])
+    (True, 'ZeRO-3', True, ['cells', 'cluster', 'created'])
     """
 
     def __init__(self, record: records.Plan) -> None:
@@ -207,9 +207,9 @@ def plan(
     >>> import zerosim as zs
     >>> found = zs.plan([512, 2048, 512], gpus=8, memory="20MB")
     >>> found
-    Planned(MLP 512-2048-512, 2,099,712 parameters, on 8 × 20.0 MB: fits with ZeRO-1: 12.1 MB at the peak, ...)
+    Planned(MLP 512-2048-512, 2,099,712 parameters, on 8 × 20.0 MB: fits with ZeRO-3: 12.1 MB at the peak, ...)
     >>> found.fits, found.best.name
-    (True, 'ZeRO-1')
+    (True, 'ZeRO-3')
     """
     with _in_callers_words():
         rules = conventions.convention(convention)
