@@ -145,7 +145,8 @@ def _no_fit(question: Question, no_fit: NoFit) -> str:
     return (
         f"[bold red]no N fits[/]: {no_fit.row.name} on {no_fit.ranks:,} still peaks at {sizes.both(peak.total)} "
         f"({escape(instant(peak))}); {escape(blame)}. The smallest card that would do has "
-        f"{peak.total:,} bytes, {sizes.both(peak.total, 4)}. What would help: {remedy}."
+        f"{peak.total:,} bytes, {sizes.both(peak.total, 4)}{' beside the reserve' if question.reserve else ''}. What "
+        f"would help: {remedy}."
     )
 
 
