@@ -80,14 +80,14 @@ def model(name: str) -> tuple[Any, dict[str, Any]]:
 def predict(case: Case) -> dict[str, int]:
     """A plan's peak, what is at rest, the shard of the parameters and what is there before the first step."""
     import zerosim as zs
-    from zerosim.api.planning import _source
+    from zerosim.api.plan_arguments import source_of
     from zerosim.planner.runner import Runner
 
     made, more = model(case.model)
     record = zs.plan(made, gpus=case.gpus, rows=[case.row], **case.options, **more).record
     [cell] = record.cells
     own = {name: more.get(name) for name in ("inputs", "wrap", "loss", "target")}
-    runner = Runner(_source(made, record.question.finetuning, **own), record.question)
+    runner = Runner(source_of(made, record.question.finetuning, **own), record.question)
     started = runner.start(case.row, case.gpus)
     held = started.ledger.held
     return {

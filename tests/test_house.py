@@ -55,13 +55,13 @@ RUN = {
 CORE_LINES = 3_750  # of all flat files together; it is to come down
 LINES, LONG_LINES = 300, 380  # of one module, and of those that are longer than they should be
 LONG = {
-    "api/planning",
     "checks/reference",
     "checks/sanitizer",
     "comm",
     "conformance/judge",
     "kernels/loops",
     "planner/conventions",
+    "planner/step_time",
     "records/consistency",
     "records/plan",
     "records/results",

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerosim as zs
-from zerosim.api.planning import in_python
+from zerosim.api.plan_arguments import in_python
 from zerosim.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

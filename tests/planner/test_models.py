@@ -288,7 +288,19 @@ def run(*arguments: str) -> Any:
 def test_a_python_path_is_planned(factories: str, tmp_path: Path) -> None:
     """A module with tied and frozen parameters: tied ones once, frozen ones without gradients or optimizer state."""
     result = run(
-        f"{factories}:Language", "--gpus", "1", "--scheme", "ddp", "--seq", "8", "--json", "-", "--memory", "1MB"
+        f"{factories}:Language",
+        "--gpus",
+        "1",
+        "--scheme",
+        "ddp",
+        "--seq",
+        "8",
+        "--json",
+        "-",
+        "--memory",
+        "1MB",
+        "--convention",
+        "zero",
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

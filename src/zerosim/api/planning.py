@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import html
 import io
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from zerosim.api.models import is_module
-from zerosim.model import MLP
-from zerosim.planner import cards, conventions, job_config, question
-from zerosim.planner import models as sources
+from zerosim.api.plan_arguments import (
+    Gpus,
+    card_named,
+    in_callers_words,
+    in_python,
+    name_of,
+    nbytes_of,
+    rate_of,
+    source_of,
+    typed_gpus,
+)  # fmt: skip
+from zerosim.planner import conventions, job_config, question
 from zerosim.planner import plan as planner
-from zerosim.planner.model_source import ModelSource, Perceptron
 from zerosim.planner.recipes import RECIPES
 from zerosim.records import plan as records
 from zerosim.records.plan import Cell, Finetuning, FrozenDType, Network, Question
@@ -31,11 +34,6 @@ from zerosim.util import arguments, sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Gpus = int | str | Sequence[int]
-_VALUES = "full|none|selective|bf16|fp32|optimizer|params|deepspeed|fsdp2|megatron|zero"
-_OPTION = re.compile(rf"--([a-z][a-z-]*)(?: (\d[\w.]*(?:/s)?|[A-Z]\w*|{_VALUES})\b)?")
-_ALIASES = {"scheme": "rows", "stage": "rows"}
 
 
 class Planned:
@@ -211,20 +209,20 @@ def plan(
     >>> found.fits, found.best.name
     (True, 'ZeRO-3')
     """
-    with _in_callers_words():
+    with in_callers_words():
         rules = conventions.convention(convention)
-        asked = question.gpus(_typed_gpus(gpus))
-        preset = _card(card)
-        nbytes, binary = _memory(memory, preset.memory if preset is not None else None)
+        asked = question.gpus(typed_gpus(gpus))
+        preset = card_named(card)
+        nbytes, binary = nbytes_of(memory, preset.memory if preset is not None else None)
         if precision is not None:
             arguments.one_of("plan", "precision", precision, RECIPES)
         question_ = question.check(
             Question(
-                model=_named(model),
+                model=name_of(model),
                 asked=asked,
                 gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
                 rows=question.offloaded(rules.rows(precision) if rows is None else rows, offload, convention),
-                host_memory=_memory(host_memory, None, "host_memory")[0],
+                host_memory=nbytes_of(host_memory, None, "host_memory")[0],
                 placement=placement,
                 convention=convention,
                 memory=nbytes,
@@ -261,8 +259,8 @@ def plan(
                 network=Network(
                     efficiency=efficiency,
                     peak=None if peak is None else peak * 1e12,
-                    within=_rate("bandwidth", bandwidth),
-                    between=_rate("node_bandwidth", node_bandwidth),
+                    within=rate_of("bandwidth", bandwidth),
+                    between=rate_of("node_bandwidth", node_bandwidth),
                     hop_within=None if latency is None else latency * 1e-6,
                     hop_between=None if node_latency is None else node_latency * 1e-6,
                     node=node_size,
@@ -270,127 +268,5 @@ def plan(
             )
         )
         own = {"inputs": inputs, "wrap": wrap, "loss": loss if callable(loss) else None, "target": target}
-        source = _source(model, question_.finetuning, **own)
+        source = source_of(model, question_.finetuning, **own)
         return Planned(planner.make(source, question_, advance or (lambda doing: None)))
-
-
-# -- what is asked, as the planner has it
-
-
-def _typed_gpus(gpus: Gpus) -> list[str]:
-    if isinstance(gpus, bool) or not isinstance(gpus, (int, str, Sequence)):
-        raise TypeError(f"plan(gpus): a number of GPUs, several, or a range as in '2-64'; got {gpus!r}.")
-    return [gpus] if isinstance(gpus, str) else [str(each) for each in ([gpus] if isinstance(gpus, int) else gpus)]
-
-
-def _card(name: str | None) -> cards.Card | None:
-    if name is None:
-        return None
-    known = {each.name.lower(): each for each in cards.CARDS.values()}
-    if str(name).lower() not in known:
-        raise ValueError(
-            f"plan(card): one of {', '.join(each.name for each in known.values())}; got {name!r}. For another card "
-            f'say what it has, as in memory="80GB".'
-        )
-    return known[name.lower()]
-
-
-def _memory(memory: int | str | None, preset: int | None, option: str = "memory") -> tuple[int | None, bool]:
-    """Bytes of a card, and whether they were given in powers of two."""
-    if memory is None:
-        return preset, False
-    if not isinstance(memory, str):
-        return arguments.integer("plan", option, memory), False
-    try:
-        return sizes.parse(memory), "i" in memory.lower()
-    except ValueError as error:
-        raise ValueError(f"plan({option}): {error}") from error
-
-
-def _rate(name: str, rate: float | str | None) -> float | None:
-    if not isinstance(rate, str):
-        return rate
-    try:
-        return float(sizes.parse(rate.strip().removesuffix("/s")))
-    except ValueError as error:
-        raise ValueError(f"plan({name}): {error}") from error
-
-
-def _named(model: Any) -> str:
-    """What the question calls the model."""
-    return os.fspath(model) if isinstance(model, (str, Path)) else type(model).__name__
-
-
-def _source(model: Any, finetuning: Finetuning, **parts: Any) -> ModelSource:
-    """What the planner takes a model from."""
-    described = isinstance(model, (str, Path, dict))
-    if finetuning.frozen_dtype is not None and not described and not is_module(model):
-        raise ValueError(
-            f"plan(frozen_dtype): nothing of a {type(model).__name__} is frozen. Leave --frozen-dtype out."
-        )
-    if not described and msgspec.structs.replace(finetuning, frozen_dtype=None) != Finetuning():
-        raise ValueError(
-            f"plan({'lora' if finetuning.lora else 'other_parts'}): this is for a config.json or a model's name; a "
-            f"{type(model).__name__} says itself what is trained. Leave it out."
-        )
-    if is_module(model):
-        return _module(model, finetuning.frozen_dtype, **parts)
-    if unused := [name for name, value in parts.items() if value is not None]:
-        raise ValueError(f"plan({unused[0]}): this is for a torch.nn.Module; got {type(model).__name__}. Leave it out.")
-    if isinstance(model, MLP):
-        return Perceptron(model.widths)
-    if isinstance(model, (str, Path)):
-        return sources.read(os.fspath(model), finetuning)
-    if isinstance(model, dict):
-        from zerosim.planner.config_source import ConfigSource
-
-        name = str(model.get("_name_or_path") or model.get("model_type") or "config")
-        return ConfigSource(model, name, name, finetuning)
-    if isinstance(model, Sequence):
-        return sources.read(",".join(map(str, model)))
-    raise TypeError(
-        f"plan(model): a config.json, a torch.nn.Module, an MLP, a list of layer sizes, or 'package.module:factory'; "
-        f"got {type(model).__name__}."
-    )
-
-
-def _module(module: Any, frozen_dtype: str | None, *, inputs: Any, wrap: Any, loss: Any, target: Any) -> ModelSource:
-    from zerosim.planner import python_path as paths
-
-    given = {"inputs": inputs, "wrap": wrap, "loss": loss, "target": target}
-    made = {"module": module} | {name: value for name, value in given.items() if value is not None}
-    if next(module.parameters(), None) is None:
-        raise ValueError(f"plan(model): a {type(module).__name__} has no parameters, so there is nothing to train.")
-    return paths.source(made, "torch.nn.Module", frozen_dtype)
-
-
-# -- the caller's words
-
-
-def in_python(text: str) -> str:
-    """What is said of a command line's options, said of keywords.
-
-    >>> in_python("takes a card: --memory 80GB, or --card. Leave --seq out and use --micro-batch.")
-    'takes a card: memory="80GB", or card=. Leave seq= out and use micro_batch=.'
-    """
-
-    def keyword(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        name = _ALIASES.get(name, name).replace("-", "_")
-        if value is not None and not value.isdigit():
-            value = f'"{value}"'
-        return f"{name}={value or ''}"
-
-    return _OPTION.sub(keyword, text).replace("plan(MODEL)", "plan(model)").replace("MODEL is", "model is")
-
-
-@contextmanager
-def _in_callers_words() -> Iterator[None]:
-    """Errors of the planner, in Python's words."""
-    try:
-        yield
-    except (ValueError, ModuleNotFoundError) as error:
-        said = in_python(str(error))
-        if said == str(error):
-            raise
-        raise type(error)(said) from error
