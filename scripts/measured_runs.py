@@ -28,7 +28,7 @@ from zerosim.planner.cluster import products
 from zerosim.planner.config_source import ConfigSource
 from zerosim.planner.runner import Runner
 from zerosim.planner.step_time import Computed, Operation, Ring, Sent, operations
-from zerosim.records.plan import Finetuning, Question
+from zerosim.records.question import Finetuning, Question
 from zerosim.schemes import Scheme, Stage, ZeRO1, ZeRO3
 from zerosim.stages import HSDP, ZeRO3Kept
 from zerosim.worlds.dry import DryRing

@@ -84,7 +84,7 @@ def test_calls_that_are_alike_measure_what_each_of_them_does(name: str, monkeypa
     tried are those that are measured."""
     pytest.importorskip("transformers")
     from zerosim.planner.config_model import ConfigModel
-    from zerosim.records.plan import Finetuning
+    from zerosim.records.question import Finetuning
     from zerosim.torch_models.alike import Alike
 
     values = json.loads((CONFIGS / f"{name}.json").read_text()) | (SMALL if name != "t5-small" else {"num_layers": 3})

@@ -11,7 +11,7 @@ import pytest
 from zerosim.planner import models
 from zerosim.planner.megatron import TYPES
 from zerosim.planner.runner import Runner, StepRun
-from zerosim.records.plan import Finetuning, Question
+from zerosim.records.question import Finetuning, Question
 from zerosim.schemes import DP, ZeRO1
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 

@@ -18,7 +18,7 @@ from zerosim.cli import plan as cli
 from zerosim.planner import config_file, models, plan, question
 from zerosim.planner.model_source import Workload
 from zerosim.planner.runner import Runner
-from zerosim.records.plan import Finetuning, Question
+from zerosim.records.question import Finetuning, Question
 from zerosim.schemes import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

@@ -13,7 +13,8 @@ from zerosim.planner import largest_model, models, plan, question, search
 from zerosim.planner.runner import Runner
 from zerosim.ranks import OutOfMemory
 from zerosim.records import plan as records
-from zerosim.records.plan import Plan, Question
+from zerosim.records.plan import Plan
+from zerosim.records.question import Question
 from zerosim.report import plan_chart as chart
 from zerosim.report import plan_console as console
 from zerosim.report import plan_verdict as verdict

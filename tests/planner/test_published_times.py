@@ -18,7 +18,7 @@ from zerosim.planner.model_source import Perceptron
 from zerosim.planner.runner import Runner
 from zerosim.planner.step_time import Computed, Operation, Ring, Sent, at_most, bound, duration
 from zerosim.planner.time_model import LARGE_HOP, fitted
-from zerosim.records.plan import Network, Question
+from zerosim.records.question import Network, Question
 from zerosim.schemes import ZeRO1
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

@@ -14,7 +14,7 @@ from zerosim.options import Options
 from zerosim.planner import models, recipes
 from zerosim.planner.recipes import RECIPES, Planned
 from zerosim.planner.runner import Runner
-from zerosim.records.plan import Question
+from zerosim.records.question import Question
 from zerosim.schemes import DP, SCHEMES, ZeRO2, ZeRO3
 
 CONFIGS = Path(__file__).parent / "configs"

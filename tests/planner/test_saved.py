@@ -10,7 +10,7 @@ from zerosim.checkpoints.save import save
 from zerosim.model import MLP
 from zerosim.planner import models, question, runner
 from zerosim.planner.runner import Runner
-from zerosim.records.plan import Question
+from zerosim.records.question import Question
 from zerosim.report import plan_verdict as verdict
 from zerosim.schemes import DP, SCHEMES, Scheme, ZeRO1, ZeRO3
 from zerosim.stages import HFSDP, HSDP, Stage

@@ -19,7 +19,7 @@ from zerosim.model import MLP
 from zerosim.planner import cards
 from zerosim.planner import models as sources
 from zerosim.planner.model_source import ModelSource, Perceptron
-from zerosim.records.plan import Finetuning
+from zerosim.records.question import Finetuning
 from zerosim.util import arguments, sizes
 
 Gpus = int | str | Sequence[int]

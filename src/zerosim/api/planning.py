@@ -28,7 +28,8 @@ from zerosim.planner import conventions, job_config, question
 from zerosim.planner import plan as planner
 from zerosim.planner.recipes import RECIPES
 from zerosim.records import plan as records
-from zerosim.records.plan import Cell, Finetuning, FrozenDType, Network, Question
+from zerosim.records.plan import Cell
+from zerosim.records.question import Finetuning, FrozenDType, Network, Question
 from zerosim.stages import Stage
 from zerosim.util import arguments, sizes
 

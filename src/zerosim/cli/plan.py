@@ -23,7 +23,8 @@ from zerosim.cli.plan_options import CHARTS, NOT_PLANNED, plan_options
 from zerosim.util import sizes
 
 if TYPE_CHECKING:
-    from zerosim.records.plan import Finetuning, Plan, Question
+    from zerosim.records.plan import Plan
+    from zerosim.records.question import Finetuning, Question
 
 
 @click.command()
@@ -90,7 +91,7 @@ def _with_job(context: click.Context, options: dict[str, Any]) -> dict[str, Any]
 
 def _finetuning(lora: str | None, other_parts: str, frozen_dtype: Any) -> Finetuning:
     """What is trained. ValueError for a text of another form."""
-    from zerosim.records.plan import Finetuning
+    from zerosim.records.question import Finetuning
 
     parts: Any = other_parts.replace("-", " ")
     if lora is None:
@@ -115,7 +116,7 @@ def _question(
 ) -> Question:  # fmt: skip
     """What was typed as a question. ValueError, with what would work, if it is none."""
     from zerosim.planner import cards, conventions, question
-    from zerosim.records.plan import Network, Question
+    from zerosim.records.question import Network, Question
 
     rules = conventions.convention(convention)
     asked = question.gpus(gpus)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from zerosim.records.plan import Question
+from zerosim.records.question import Question
 
 ASSUMED = "H100"  # where no card is named
 _GB = 10**9

@@ -17,7 +17,8 @@ from zerosim.planner.cards import ASSUMED, Card, card
 from zerosim.planner.runner import StepRun
 from zerosim.planner.step_time import Limit, Operation, Ring, Sent, bound, duration, operations
 from zerosim.planner.time_model import fitted
-from zerosim.records.plan import Cluster, Question, StepEstimate, Time
+from zerosim.records.plan import Cluster, StepEstimate, Time
+from zerosim.records.question import Question
 from zerosim.stages import Stage, ZeRO3
 
 SMALLEST = 100_000_000  # parameters; the smallest model that the estimate was fitted on has 125 million

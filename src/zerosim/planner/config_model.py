@@ -17,7 +17,7 @@ from zerosim.layers import Role
 from zerosim.planner import config_file, frozen, hf_inputs, hf_models, lora
 from zerosim.planner.config_facts import Facts
 from zerosim.planner.model_source import Inputs
-from zerosim.records.plan import Finetuning
+from zerosim.records.question import Finetuning
 from zerosim.torch_models.profile import measure
 from zerosim.torch_models.units import Wrap, partition
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, Tensor, UnitShapes

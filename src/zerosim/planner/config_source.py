@@ -16,7 +16,7 @@ from zerosim.planner import shape_cache
 from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.config_facts import Facts
 from zerosim.planner.model_source import ModelSource, Prepared, Workload, too_large
-from zerosim.records.plan import Finetuning
+from zerosim.records.question import Finetuning
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many

@@ -19,7 +19,7 @@ from zerosim.planner import deepspeed, megatron, recipes
 from zerosim.planner.fsdp2 import DDP, FSDP2, Library
 from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import RECIPES
-from zerosim.records.plan import Question, ZeroConfig
+from zerosim.records.question import Question, ZeroConfig
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO3
 from zerosim.stages import HPZ, HSDP, ZeRO3Kept
 from zerosim.util.arguments import one_of

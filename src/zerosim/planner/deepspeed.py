@@ -25,7 +25,7 @@ from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.parameters import Parameters
 from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import PlannedOptions
-from zerosim.records.plan import Question, ZeroConfig
+from zerosim.records.question import Question, ZeroConfig
 from zerosim.schemes import Scheme
 from zerosim.stages import Over, Stage
 from zerosim.updates import Update

@@ -19,7 +19,7 @@ from typing import get_args
 import msgspec
 
 from zerosim.layers import Role
-from zerosim.records.plan import FrozenDType
+from zerosim.records.question import FrozenDType
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, UnitShapes
 
 KINDS: tuple[str, ...] = get_args(FrozenDType)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from zerosim.records.plan import ZeroConfig
+from zerosim.records.question import ZeroConfig
 
 INSTEAD = "What is planned are data parallel, ZeRO-1 to -3 and FSDP, over all N GPUs or within nodes"
 PARALLEL = {

@@ -17,7 +17,8 @@ from zerosim.planner import search
 from zerosim.planner.config_source import ConfigSource
 from zerosim.planner.model_source import ModelSource, Perceptron
 from zerosim.planner.runner import Runner
-from zerosim.records.plan import LargestModel, LargestModels, Plan, Question
+from zerosim.records.plan import LargestModel, LargestModels, Plan
+from zerosim.records.question import Question
 from zerosim.stages import Stage
 
 MOST = 1024  # the largest member of a family that is tried

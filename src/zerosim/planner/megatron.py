@@ -12,7 +12,7 @@ from typing import Any
 from zerosim.planner import shape_cache
 from zerosim.planner.config_source import ConfigSource, require
 from zerosim.planner.model_source import ModelSource
-from zerosim.records.plan import Finetuning
+from zerosim.records.question import Finetuning
 from zerosim.worlds.shapes import ModelShapes
 
 TYPES = ("gpt2", "llama", "mistral", "qwen2")

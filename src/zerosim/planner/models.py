@@ -14,7 +14,7 @@ import msgspec
 from zerosim.planner import config_file, known_models
 from zerosim.planner.config_source import ConfigSource, require
 from zerosim.planner.model_source import ModelSource, Perceptron
-from zerosim.records.plan import Finetuning
+from zerosim.records.question import Finetuning
 
 MOST_LAYERS = 10_000
 FORMS = (

@@ -35,11 +35,11 @@ from zerosim.records.plan import (
     ModelRecord,
     NoFit,
     Plan,
-    Question,
     SmallestRanks,
     Surprise,
     Unit,
 )
+from zerosim.records.question import Question
 from zerosim.stages import Stage
 
 IN_BACKWARD = "each unit is updated in the backward pass, as soon as its gradients are there, which are then freed"

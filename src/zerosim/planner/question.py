@@ -15,7 +15,7 @@ import msgspec
 
 from zerosim.bands import WIRES, DType
 from zerosim.planner.recipes import RECIPES
-from zerosim.records.plan import Question
+from zerosim.records.question import Question
 from zerosim.stages import DP, HSDP, ROWS, SCHEMES, Stage, ZeRO3
 from zerosim.util import sizes
 

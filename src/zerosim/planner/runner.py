@@ -22,7 +22,8 @@ from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.ranks import OutOfMemory
 from zerosim.records.files import CHUNK
-from zerosim.records.plan import Host, Peak, Question, Saved, Shortage, Traffic
+from zerosim.records.plan import Host, Peak, Saved, Shortage, Traffic
+from zerosim.records.question import Question
 from zerosim.schemes import Scheme, Stage
 from zerosim.worlds.dry import DryRing
 

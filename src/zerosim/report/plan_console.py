@@ -8,7 +8,8 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from zerosim.records.plan import Cell, Estimate, LargestModel, Plan, Question
+from zerosim.records.plan import Cell, Estimate, LargestModel, Plan
+from zerosim.records.question import Question
 from zerosim.report import plan_verdict as verdict
 from zerosim.report.plan_details import details
 from zerosim.report.tables import number_table, screen

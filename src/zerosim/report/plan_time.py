@@ -8,7 +8,8 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from zerosim.records.plan import Cluster, Network, Plan, StepEstimate, Time
+from zerosim.records.plan import Cluster, Plan, StepEstimate, Time
+from zerosim.records.question import Network
 from zerosim.report.tables import number_table
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from rich.markup import escape
 
 from zerosim.bands import Band
-from zerosim.records.plan import NoFit, Peak, Plan, Question
+from zerosim.records.plan import NoFit, Peak, Plan
+from zerosim.records.question import Question
 from zerosim.report import plan_time
 from zerosim.util import sizes
 
