@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import zerosim as zs
 from zerosim.planner import question
 from zerosim.planner.cards import CARDS
 from zerosim.records.plan import Cell
-from zerosim.stages import DP, HPZ, HSDP, ROWS, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
+from zerosim.stages import DP, HPZ, HSDP, ROWS, Stage, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
 
 MLP = [256, 1024, 256]
 PARAMS = 256 * 1024 + 1024 + 1024 * 256 + 256
@@ -88,6 +90,25 @@ def test_the_optimizer_s_state_on_the_host() -> None:
     assert (cell.name, cell.resident) == ("ZeRO-2, optimizer on the host", {"params": 2 * own * RANKS})
     assert cell.host is not None
     assert (sum(cell.host.resident.values()), cell.host.copied) == (14 * own, 4 * own)
+
+
+@pytest.mark.parametrize(
+    ("row", "offload", "card", "host"),
+    [
+        (ZeRO2, "optimizer", 2 * PARAMS, 6 * PARAMS * RANKS),
+        (ZeRO3, "optimizer", 4 * 1024 * 257 + 2 * PARAMS // RANKS, 24 * PARAMS // NODES),
+        (ZeRO3, "params", 4 * 1024 * 257, 27 * PARAMS // NODES),
+    ],
+)
+def test_deepspeed_s_estimators_stand_beside_as_they_are_coded(row: Stage, offload: Any, card: int, host: int) -> None:
+    """On a card, and on the host of a node; the other estimators know nothing of it."""
+    plan = zs.plan(
+        MLP, gpus=RANKS, node_size=NODE, rows=[row], convention="deepspeed", precision="bf16", offload=offload
+    ).record
+    assert [(each.quantity, each.nbytes) for each in plan.estimates] == [("at rest", card), ("on the host", host)]
+    [cell] = plan.cells
+    assert cell.host is not None
+    assert plan.estimates[1].ours == NODE * sum(cell.host.resident.values())
 
 
 def test_a_node_s_memory_is_for_all_its_ranks() -> None:

@@ -27,7 +27,7 @@ class Facts:
 
     ``params`` counts tied weights once and frozen ones too; ``largest_layer`` is the parameters
     that the largest single module has itself, ``largest_unit`` those of the largest unit that is
-    gathered as a whole; of ``row`` only what it shards is read.
+    gathered as a whole; of ``row`` only what it shards and offloads is read. ``node`` is the GPUs of a node.
     """
 
     params: int
@@ -35,9 +35,10 @@ class Facts:
     row: Stage
     largest_layer: int
     largest_unit: int
+    node: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("params", "ranks", "largest_layer", "largest_unit"):
+        for name in ("params", "ranks", "largest_layer", "largest_unit", "node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Facts({name}): needs an integer of 1 or more; got {value!r}.")
@@ -47,7 +48,8 @@ class Facts:
 class Estimate:
     """What one estimator prints for a question: bytes per rank, the formula, and why it is not the ledger's.
 
-    ``terms`` is what the formula is made of, in bytes, by the band that each would be held in.
+    ``terms`` is what the formula is made of, in bytes, by the band that each would be held in; ``quantity`` what it is
+    of: a rank at rest, or the host of a node.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Estimate:
     why: str
     source: str
     terms: Terms
+    quantity: str = "at rest"
 
     def beside(self, held: Mapping[str, int]) -> dict[str, int]:
         """Band by band what the estimator has more (or, below zero, less) than ``held``, in bytes; equal bands are out.
@@ -79,6 +82,7 @@ class Estimator:
     whys: Mapping[Sharded, str]
     source: str
     terms: Callable[[Facts], Terms]
+    quantity: str = "at rest"
 
     def __call__(self, facts: Facts) -> Estimate:
         """Its answer; ValueError for a row that it has no formula for."""
@@ -94,6 +98,7 @@ class Estimator:
             self.whys[kind],
             self.source,
             terms,
+            self.quantity,
         )
 
 
@@ -152,6 +157,25 @@ def _cookbook(facts: Facts) -> Terms:
 
 def _accelerate(facts: Facts) -> Terms:
     return {str(Band.EXP_AVG): 4 * Fraction(facts.params), str(Band.EXP_AVG_SQ): 4 * Fraction(facts.params)}
+
+
+def _on_card(facts: Facts) -> Terms:
+    """What DeepSpeed has on a card where the optimizer's state is on the host, and parameters perhaps too."""
+    if sharded(facts.row) != PARAMS:
+        return {str(Band.PARAMS): 2 * Fraction(facts.params)}
+    layer = 2 * Fraction(facts.largest_layer)
+    kept = {} if "params" in facts.row.offload else {str(Band.PARAMS): Fraction(2 * facts.params // facts.ranks)}
+    return kept | {str(Band.GATHERED): layer, str(Band.UNREDUCED): layer}
+
+
+def _on_host(facts: Facts) -> Terms:
+    """What DeepSpeed has on a node's host then, half as much again for what it allocates besides."""
+    nodes = max(1, facts.ranks // facts.node)
+    if sharded(facts.row) != PARAMS:
+        each = Fraction(max(4 * facts.ranks, 16))
+    else:
+        each = Fraction(18 if "params" in facts.row.offload else 16, nodes)
+    return {str(Band.MASTER): each * facts.params * Fraction(3, 2)}
 
 
 _FP32_GRADS = "adds 4 bytes per parameter for an fp32 copy of the gradients, made while the optimizer runs"
@@ -277,6 +301,38 @@ ESTIMATORS: tuple[Estimator, ...] = (
 )
 
 
+_OFFLOADED = dict.fromkeys((OPTIMIZER, GRADS), "2 P") | {PARAMS: "4 L + 2 P/N, or 4 L with the parameters there"}
+_HOST = dict.fromkeys((OPTIMIZER, GRADS), "1.5 P max(4 N, 16)") | {
+    PARAMS: "24 P/nodes, or 27 with the parameters there"
+}
+OFFLOADED: tuple[Estimator, ...] = (
+    Estimator(
+        "DeepSpeed's estimator, as coded",
+        _OFFLOADED,
+        dict.fromkeys(
+            _OFFLOADED, "counts 16-bit parameters, and the largest single module gathered with its gradients; no bucket"
+        ),
+        f"{_DEEPSPEED}, estimate_zero2_model_states_mem_needs and estimate_zero3_model_states_mem_needs",
+        _on_card,
+    ),
+    Estimator(
+        "DeepSpeed's estimator, as coded, a node's host",
+        _HOST,
+        dict.fromkeys(
+            _HOST, "multiplies by 1.5 for what is allocated besides; with stage 2 it grows with N, as every rank pins "
+            "gradients of all parameters",
+        ),
+        f"{_DEEPSPEED}, the same, with additional_buffer_factor 1.5 and zero_init",
+        _on_host,
+        "on the host",
+    ),
+)  # fmt: skip
+
+
 def estimates(facts: Facts) -> list[Estimate]:
-    """The answers of all estimators that have a formula for this row, in the order of the table."""
-    return [estimator(facts) for estimator in ESTIMATORS if sharded(facts.row) in estimator.formulas]
+    """The answers of all estimators that have a formula for this row, in the order of the table.
+
+    Of rows with states on the host only DeepSpeed's know.
+    """
+    known = OFFLOADED if facts.row.offload else ESTIMATORS
+    return [estimator(facts) for estimator in known if sharded(facts.row) in estimator.formulas]

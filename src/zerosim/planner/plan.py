@@ -288,13 +288,17 @@ def _estimates(runner: Runner, model: ModelRecord, cells: list[Cell], question: 
             row=cell.row,
             largest_layer=runner.prepare(cell.row).largest_module or max(unit.params for unit in model.units),
             largest_unit=max(unit.params for unit in model.units),
+            node=(node := min(node_size(question), cell.ranks)),
         )
-        held = {band: nbytes for band, nbytes in cell.resident.items() if band != Band.BUFFERS}
-        found += [
-            Estimate(
-                name=each.name, row=cell.row, ranks=cell.ranks, formula=each.formula, nbytes=each.nbytes,
-                ours=sum(held.values()), quantity="at rest", beside=each.beside(held), why=each.why, source=each.source,
-            )
-            for each in estimates(facts)
-        ]  # fmt: skip
+        there = {} if cell.host is None else {band: node * nbytes for band, nbytes in cell.host.resident.items()}
+        card = {band: nbytes for band, nbytes in cell.resident.items() if band != Band.BUFFERS}
+        for each in estimates(facts):
+            held = there if each.quantity == "on the host" else card
+            found.append(
+                Estimate(
+                    name=each.name, row=cell.row, ranks=cell.ranks, formula=each.formula, nbytes=each.nbytes,
+                    ours=sum(held.values()), quantity=each.quantity, beside=each.beside(held), why=each.why,
+                    source=each.source,
+                )
+            )  # fmt: skip
     return found
