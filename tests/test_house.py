@@ -61,6 +61,7 @@ LONG = {
     "conformance/judge",
     "kernels/loops",
     "planner/conventions",
+    "planner/estimators",
     "planner/step_time",
     "records/consistency",
     "records/plan",

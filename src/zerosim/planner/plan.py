@@ -278,18 +278,10 @@ def _more(
 
 def _estimates(runner: Runner, model: ModelRecord, cells: list[Cell], question: Question) -> list[Estimate]:
     """What the well-known formulas say, beside what our ledger has at rest."""
-    found = []
-    for cell in cells:
-        if cell.ranks not in question.asked:
-            continue
-        facts = Facts(
-            params=model.params,
-            ranks=cell.ranks,
-            row=cell.row,
-            largest_layer=runner.prepare(cell.row).largest_module or max(unit.params for unit in model.units),
-            largest_unit=max(unit.params for unit in model.units),
-            node=(node := min(node_size(question), cell.ranks)),
-        )
+    found, unit = [], max(unit.params for unit in model.units)
+    for cell in (cell for cell in cells if cell.ranks in question.asked):
+        node, layer = min(node_size(question), cell.ranks), runner.prepare(cell.row).largest_module or unit
+        facts = Facts(model.params, cell.ranks, cell.row, largest_layer=layer, largest_unit=unit, node=node)
         there = {} if cell.host is None else {band: node * nbytes for band, nbytes in cell.host.resident.items()}
         card = {band: nbytes for band, nbytes in cell.resident.items() if band != Band.BUFFERS}
         for each in estimates(facts):
