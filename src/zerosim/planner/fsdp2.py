@@ -11,7 +11,8 @@ block and kept to the end of the backward, reduced last and all at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +23,12 @@ from zerosim.gradients import Gradients
 from zerosim.kernels.operations import Kernels
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.ledger import Ledger
+from zerosim.options import Options
 from zerosim.parameters import Parameters
 from zerosim.planner.recipes import PlannedOptions
-from zerosim.ranks import Workspace
+from zerosim.ranks import Ranks, Workspace
 from zerosim.schemes import Scheme
+from zerosim.stages import Over, Stage
 from zerosim.updates import Update
 
 
@@ -59,10 +62,12 @@ class Library(Comm):
 class Unsharding(Parameters):
     """Parameters that are gathered into one buffer and copied out of it, parameter by parameter."""
 
-    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
+    def __init__(
+        self, row: Stage, buckets: Mapping[Group, Bucket], layers: Sequence[Layer], comms: Sequence[Comm], ranks: Ranks,
+        options: Options,
+    ) -> None:  # fmt: skip
         self._root = list(dict.fromkeys(group for layer in layers if not wrapped(layer) for group in layer.groups))
         self._casts = options.recipe.params != options.recipe.working
-        self._layers = layers
         super().__init__(row, buckets, layers, comms, ranks, options)
 
     def forget(self) -> None:
@@ -123,7 +128,7 @@ class Unsharding(Parameters):
         cast, self._gathering[unit] = [], []
         for group in groups:
             bucket = self._buckets[group]
-            ring = (self._inner if group in self._second or self._row.params != "all" else self._all).ring
+            ring = (self._inner if group in self._second or self._row.params is not Over.ALL else self._all).ring
             if self._casts and group.dtype is None:
                 cast.append(self._buffer(bucket, bucket.padded // ring.size))
             if ring.size > 1:
@@ -161,9 +166,12 @@ class Unsharding(Parameters):
 class Accumulating(Gradients):
     """Gradients as autograd accumulates them: of tied parameters it adds two to a third."""
 
-    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
-        listed = [group for layer in layers for group in layer.groups]
-        self._tied = {group for group in listed if listed.count(group) > 1}
+    def __init__(
+        self, row: Stage, buckets: Mapping[Group, Bucket], layers: Sequence[Layer], comms: Sequence[Comm], ranks: Ranks,
+        options: Options,
+    ) -> None:  # fmt: skip
+        listed = Counter(group for layer in layers for group in layer.groups)
+        self._tied = {group for group, times in listed.items() if times > 1}
         super().__init__(row, buckets, layers, comms, ranks, options)
 
     def begin(self) -> None:
@@ -192,7 +200,10 @@ class Accumulating(Gradients):
 class Reducing(Accumulating):
     """Gradients that are copied to a buffer in the dtype that they are reduced in; it stays until the next unit's."""
 
-    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
+    def __init__(
+        self, row: Stage, buckets: Mapping[Group, Bucket], layers: Sequence[Layer], comms: Sequence[Comm], ranks: Ranks,
+        options: Options,
+    ) -> None:  # fmt: skip
         super().__init__(row, buckets, layers, comms, ranks, options)
         self._root = {group for layer in layers if not wrapped(layer) for group in layer.groups}
         self._end = layers[0]  # where the backward ends
