@@ -5,6 +5,7 @@ Owns padding and chunks. Must not know communication or the schedule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -103,6 +104,12 @@ def _size(layer: Layer) -> int:
 def distinct(layers: Sequence[Layer]) -> list[Group]:
     """The groups of all layers in order of first appearance: tied ones once."""
     return list(dict.fromkeys(group for layer in layers for group in layer.groups))
+
+
+def shared(layers: Sequence[Layer]) -> list[Group]:
+    """The groups that several layers list (tied weights), or one several times, in order of first appearance."""
+    listed = Counter(group for layer in layers for group in layer.groups)
+    return [group for group, times in listed.items() if times > 1]
 
 
 def build(

@@ -157,7 +157,7 @@ def test_an_error_is_claimed_of_models_as_large_as_those_that_were_fitted_and_wi
     asked = Question(model="", asked=[2], gpus=[2], rows=[ZeRO1], network=Network(efficiency=efficiency))
     runner = Runner(Perceptron([width, width]), asked)
     card, record = cluster.cluster(asked, runner.working(ZeRO1))
-    found = cluster.time(runner.run(ZeRO1, 2), 2, card, record, runner.options(ZeRO1, 2), tokens)
+    found = cluster.time(runner.run(ZeRO1, 2), 2, card, record, runner.options(ZeRO1, 2), tokens, ZeRO1, "nodes")
     assert found.estimate is not None
     assert found.estimate.error == (fitted().band if claimed else None)
     assert found.estimate.seconds >= found.overlapped

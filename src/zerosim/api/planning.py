@@ -222,7 +222,7 @@ def plan(
                 model=name_of(model),
                 asked=asked,
                 gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
-                rows=question.offloaded(rules.rows(precision) if rows is None else rows, offload, convention),
+                rows=question.offloaded(rules.rows(precision) if rows is None else rows, offload),
                 host_memory=nbytes_of(host_memory, None, "host_memory")[0],
                 placement=placement,
                 convention=convention,

@@ -131,7 +131,7 @@ def _question(
             model=model,
             asked=asked,
             gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
-            rows=question.offloaded(question.rows(schemes) or rules.rows(options["precision"]), offload, convention),
+            rows=question.offloaded(question.rows(schemes) or rules.rows(options["precision"]), offload),
             host_memory=None if host_memory is None else _memory(host_memory, "host_memory"),
             placement="round robin" if placement == "round-robin" else "nodes",
             convention=convention,

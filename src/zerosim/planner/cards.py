@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from zerosim.records.question import Question
-
 ASSUMED = "H100"  # where no card is named
 _GB = 10**9
 _TERA = 10**12
@@ -58,17 +56,8 @@ class Card:
     host: int = 64 * _GB
 
     def __post_init__(self) -> None:
-        for name in (
-            "memory",
-            "within",
-            "between",
-            "node",
-            "hop_within",
-            "hop_between",
-            "memory_bandwidth",
-            "reached",
-            "host",
-        ):
+        bandwidths = ("within", "between", "memory_bandwidth", "host")
+        for name in ("memory", *bandwidths, "node", "hop_within", "hop_between", "reached"):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"Card({name}) of {self.name} must be above zero; got {value!r}.")
@@ -154,11 +143,6 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         )
     }
 )  # fmt: skip
-
-
-def node_size(question: Question) -> int:
-    """Cards in a node: as asked for, or as the card's preset has it."""
-    return question.network.node or card(question.card or ASSUMED).node
 
 
 def card(name: str) -> Card:

@@ -19,7 +19,7 @@ from zerosim.planner.step_time import Limit, Operation, Ring, Sent, bound, durat
 from zerosim.planner.time_model import fitted
 from zerosim.records.plan import Cluster, StepEstimate, Time
 from zerosim.records.question import Question
-from zerosim.stages import Stage, ZeRO3
+from zerosim.stages import Stage
 
 SMALLEST = 100_000_000  # parameters; the smallest model that the estimate was fitted on has 125 million
 
@@ -90,8 +90,8 @@ def on_rings(work: Iterable[Operation], row: Stage, ranks: int, node: int | None
 
 
 def time(
-    ran: StepRun, ranks: int, chosen: Card, record: Cluster, options: Options, tokens: int | None, row: Stage = ZeRO3,
-    placement: str = "nodes",
+    ran: StepRun, ranks: int, chosen: Card, record: Cluster, options: Options, tokens: int | None, row: Stage,
+    placement: str,
 ) -> Time:  # fmt: skip
     """The bound of a step that was run, and the estimate; ``tokens`` of a micro-batch, None where rows have no length.
 
@@ -99,18 +99,15 @@ def time(
     The estimate's error is known of models like those that it was fitted on. Where an efficiency is stated, the
     estimate takes that part of the peak, and its error is the reader's.
     """
-    prefetch = options.prefetch
-    work: Iterable[Operation] = operations(
-        ran.report, ran.groups, None if tokens is None else products(ran.layers, tokens)
-    )
-    work = on_rings(work, row, ranks, options.node, placement)
-    least = bound(work, chosen, ranks, dtype=record.dtype, prefetch=prefetch)
+    done = operations(ran.report, ran.groups, None if tokens is None else products(ran.layers, tokens))
+    work = on_rings(done, row, ranks, options.node, placement)
+    least = bound(work, chosen, ranks, dtype=record.dtype, prefetch=options.prefetch)
     model = fitted()
     if record.efficiency is None:
         speeds, error = model.speeds(chosen, record.dtype), model.band if tokens and _alike(ran.layers) else None
     else:
         speeds, error = model.stated(chosen, record.dtype, record.efficiency), None
-    expected = duration(work, speeds, ranks, prefetch=prefetch)
+    expected = duration(work, speeds, ranks, prefetch=options.prefetch)
     copying = 0.0 if ran.host is None else ran.host.copied / chosen.host
     bound_by = str(Limit.HOST) if copying > least.overlapped else str(least.binding)
     expected_by = str(Limit.HOST) if copying > expected.overlapped else str(expected.binding)

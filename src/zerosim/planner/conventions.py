@@ -64,7 +64,8 @@ class Convention:
     ``left_out`` what the system does that is not counted. A step is run by ``scheme`` with its ``collectives``;
     ``set_to_none`` and ``foreach`` are as in ``recipes.PlannedOptions``, ``frees`` as in a ``Workload``. ``layers``:
     what makes of a model the same one with the system's own layers, if it has any, and an attention of that name;
-    ``settings`` what resolves a job's own settings, if it has any. ValueError for a precision that there is not.
+    ``settings`` what resolves a job's own settings, if it has any; ``offloads``
+    whether any states may be on the host, or only all together. ValueError for a precision that there is not.
 
     >>> from zerosim.schemes import ZeRO3
     >>> CONVENTIONS["fsdp2"].options(ZeRO3).prefetch
@@ -84,6 +85,7 @@ class Convention:
     set_to_none: bool = False
     foreach: bool = False
     frees: bool = False
+    offloads: Literal["any", "all"] = "any"
     layers: Callable[[ModelSource, str], ModelSource] | None = None
     settings: Callable[[Question, ModelSource], ZeroConfig] | None = None
 
@@ -110,6 +112,11 @@ class Convention:
                     f"plan({name}): {self.system} has no such choice, or it changes nothing that is counted. Leave it "
                     f"out, or use --convention fsdp2."
                 )
+        if self.offloads == "all" and any(row.offload and "params" not in row.offload for row in question.rows):
+            raise ValueError(
+                f"plan(offload): {self.system} keeps parameters, gradients and optimizer state on the host "
+                f"(CPUOffloadPolicy), and not the optimizer's alone. Use --offload params, or --convention deepspeed."
+            )
 
     def precision_of(self, row: Stage, precision: str | None = None) -> str:
         """The recipe that ``row`` runs with: ``precision``, or the row's own, or else the convention's."""
@@ -250,6 +257,7 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 shown=(ZeRO3,),
                 others=(DP, ZeRO3Kept, HSDP, HPZ),
                 scheme=FSDP2,
+                offloads="all",
                 collectives=Library,
                 set_to_none=True,
                 foreach=True,

@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from zerosim.bands import Array, Band
-from zerosim.buckets import Bucket
+from zerosim.buckets import Bucket, shared
 from zerosim.gradients import Gradients
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.parameters import Parameters
@@ -86,8 +86,7 @@ class Coordinating(Parameters):
         super().__init__(row, buckets, layers, comms, ranks, options)
         self._standing: dict[Group, Array] = {}  # what is whole of a group also when nothing computes
         if self._stage_3:
-            users = [group for layer in layers for group in layer.groups if group.role is not Role.BUFFER]
-            for group in dict.fromkeys(group for group in users if users.count(group) > 1):
+            for group in (group for group in shared(layers) if group.role is not Role.BUFFER):
                 self._stand(group, buckets[group].padded)  # zero.Init leaves tied parameters whole
             self._stand_small()
 
@@ -211,8 +210,7 @@ class Bucketing(Gradients):
 
     def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
         self._settings, self._stage_3 = _of(options), _stage_3(row)
-        users = [group for layer in layers for group in layer.groups]
-        self._tied = {group for group in users if users.count(group) > 1}  # autograd adds theirs first
+        self._tied = set(shared(layers))  # autograd adds theirs first
         super().__init__(row, buckets, layers, comms, ranks, options)
 
     def _room(self, bucket: Bucket) -> Array:

@@ -11,13 +11,12 @@ block and kept to the end of the backward, reduced last and all at once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from zerosim.bands import Array, Band, DType
-from zerosim.buckets import Bucket
+from zerosim.buckets import Bucket, shared
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
 from zerosim.kernels.operations import Kernels
@@ -170,8 +169,7 @@ class Accumulating(Gradients):
         self, row: Stage, buckets: Mapping[Group, Bucket], layers: Sequence[Layer], comms: Sequence[Comm], ranks: Ranks,
         options: Options,
     ) -> None:  # fmt: skip
-        listed = Counter(group for layer in layers for group in layer.groups)
-        self._tied = {group for group, times in listed.items() if times > 1}
+        self._tied = set(shared(layers))
         super().__init__(row, buckets, layers, comms, ranks, options)
 
     def begin(self) -> None:

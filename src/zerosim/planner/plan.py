@@ -20,10 +20,10 @@ from zerosim.layers import Role
 from zerosim.planner import cluster as hardware
 from zerosim.planner import frozen, search
 from zerosim.planner.batch_sizes import MOST_ROWS
-from zerosim.planner.cards import Card, node_size
+from zerosim.planner.cards import Card
 from zerosim.planner.estimators import Facts, estimates
 from zerosim.planner.model_source import ModelSource, too_large
-from zerosim.planner.question import beyond
+from zerosim.planner.question import beyond, node_size
 from zerosim.planner.recipes import RECIPES
 from zerosim.planner.runner import Runner
 from zerosim.records.plan import (
@@ -175,8 +175,7 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
     if question.memory is not None:
         room = question.memory - ran.peak.total
         shortage = runner.shortage(row, ranks, question.memory)
-        short = ran.host is not None and (ran.host.room or 0) < 0
-        assert (shortage is None) == (room >= 0 and not short), "a card holds what its peak does not pass"
+        assert (shortage is None) == (room >= 0 and not ran.host_short), "a card holds what its peak does not pass"
         if room >= 0 and runner.prepare(row).states_alone:
             room = None  # of what a step adds nothing is known
     return Cell(
@@ -280,7 +279,7 @@ def _estimates(runner: Runner, model: ModelRecord, cells: list[Cell], question: 
     """What the well-known formulas say, beside what our ledger has at rest."""
     found, unit = [], max(unit.params for unit in model.units)
     for cell in (cell for cell in cells if cell.ranks in question.asked):
-        node, layer = min(node_size(question), cell.ranks), runner.prepare(cell.row).largest_module or unit
+        node, layer = runner.node(cell.ranks), runner.prepare(cell.row).largest_module or unit
         facts = Facts(model.params, cell.ranks, cell.row, largest_layer=layer, largest_unit=unit, node=node)
         there = {} if cell.host is None else {band: node * nbytes for band, nbytes in cell.host.resident.items()}
         card = {band: nbytes for band, nbytes in cell.resident.items() if band != Band.BUFFERS}

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from zerosim.bands import WIRES, DType
+from zerosim.planner.cards import ASSUMED, card
 from zerosim.planner.recipes import RECIPES
 from zerosim.records.question import Question
 from zerosim.stages import DP, HSDP, ROWS, SCHEMES, Stage, ZeRO3
@@ -86,20 +87,20 @@ def rows(names: Sequence[str]) -> list[Stage]:
     return [row for row in ROWS if row in found]
 
 
-def offloaded(rows: Sequence[Stage], what: str | None, convention: str) -> list[Stage]:
+def node_size(question: Question) -> int:
+    """Cards in a node: as asked for, or as the card's preset has it."""
+    return question.network.node or card(question.card or ASSUMED).node
+
+
+def offloaded(rows: Sequence[Stage], what: str | None) -> list[Stage]:
     """The rows with the optimizer's state, and gradients where they are sharded, on the host; or parameters as well.
 
-    ValueError for what the convention has not, or that makes no sense of a row.
+    ValueError for what makes no sense of a row.
     """
     if what is None:
         return list(rows)
     if what not in ("optimizer", "params"):
         raise ValueError(f"plan(offload): optimizer, or params, which takes the optimizer along; got {what!r}.")
-    if convention == "fsdp2" and what == "optimizer":
-        raise ValueError(
-            "plan(offload): FSDP2's CPUOffloadPolicy keeps parameters, gradients and optimizer state on the host, and "
-            "not the optimizer's alone. Use --offload params, or --convention deepspeed."
-        )
     found = []
     for row in rows:
         if what == "params" and not row.params:

@@ -17,9 +17,9 @@ from zerosim.counts import EventKind, Report
 from zerosim.layers import Layer
 from zerosim.options import Options
 from zerosim.planner import recipes
-from zerosim.planner.cards import node_size
 from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
+from zerosim.planner.question import node_size
 from zerosim.ranks import OutOfMemory
 from zerosim.records.files import CHUNK
 from zerosim.records.plan import Host, Peak, Saved, Shortage, Traffic
@@ -45,6 +45,11 @@ class StepRun:
     layers: Sequence[Layer]
     saved: Saved
 
+    @property
+    def host_short(self) -> bool:
+        """Whether the host of a node has no room for it."""
+        return self.host is not None and self.host.short
+
 
 class Runner:
     """Runs a question's rows; a prepared model and a run that is there are used again."""
@@ -61,6 +66,10 @@ class Runner:
     def precision(self, row: Stage) -> str:
         """The name of the recipe that a row runs with: what was asked for, or the convention's."""
         return self.convention.precision_of(row, self.question.precision)
+
+    def node(self, ranks: int) -> int:
+        """How many of so many ranks are on a node."""
+        return min(node_size(self.question), ranks)
 
     def kept(self, row: Stage) -> int:
         """Bytes of a trained parameter between steps by the recipe."""
@@ -87,7 +96,7 @@ class Runner:
             set_to_none=self.convention.set_to_none and question.set_to_none and not self._in_buckets(row, ranks),
             settings=self.convention.settled(question, self.source),
         )  # fmt: skip
-        node = min(node_size(question), ranks)
+        node = self.node(ranks)
         if row.two_axes or row.reshard_after_forward == "group" or ranks % node == 0:
             asked["node"] = node
         return replace(chosen, **asked, accumulate=question.micro_batches(ranks, micro_batch))
@@ -122,8 +131,8 @@ class Runner:
     def start(self, row: Stage, ranks: int, capacity: int | None = None, micro_batch: int | None = None) -> Scheme:
         """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
         prepared = self.prepare(row, micro_batch, ranks)
-        memory, node = self.question.host_memory, min(node_size(self.question), ranks)
-        host_capacity = None if capacity is None or memory is None else memory // node
+        memory = self.question.host_memory
+        host_capacity = None if capacity is None or memory is None else memory // self.node(ranks)
         options = replace(
             self.options(row, ranks, micro_batch), capacity=capacity, host_capacity=host_capacity, **prepared.options
         )
@@ -157,14 +166,14 @@ class Runner:
         """A step, new or one that was run before: what a card has room for, it runs as one without a limit does."""
         key = row, ranks, micro_batch or self.question.micro_batch
         known = self._runs.get(key)
-        if known is not None and (capacity is None or (known.peak.total <= capacity and not _short(known.host))):
+        if known is not None and (capacity is None or (known.peak.total <= capacity and not known.host_short)):
             return known
         try:
             scheme = self.start(row, ranks, capacity, micro_batch)
             scheme.step(self.prepare(row, micro_batch, ranks).batch)
         except OutOfMemory as error:
             return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
-        self._runs[key] = found = _step_run(scheme, self.question.host_memory, min(node_size(self.question), ranks))
+        self._runs[key] = found = _step_run(scheme, self.question.host_memory, self.node(ranks))
         return found
 
     def holds_states(self, row: Stage, ranks: int, capacity: int) -> bool:
@@ -174,10 +183,6 @@ class Runner:
         except OutOfMemory:
             return False
         return True
-
-
-def _short(host: Host | None) -> bool:
-    return host is not None and host.room is not None and host.room < 0
 
 
 def _host(report: Report, memory: int | None, node: int) -> Host | None:

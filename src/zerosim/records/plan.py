@@ -79,6 +79,11 @@ class Host(Record):
     copied: Natural
     room: int | None
 
+    @property
+    def short(self) -> bool:
+        """Whether a node's memory is known, and too small."""
+        return self.room is not None and self.room < 0
+
 
 class Shortage(Record):
     """The allocation that a card, or its host, has no room for: of which band, for which unit, and what is held by
@@ -183,16 +188,16 @@ class Cell(Record):
     @property
     def fits(self) -> bool | None:
         """Whether a card holds it and the reserve, or None where no card was named."""
-        return None if self.room is None else self.room >= self.reserve and self._host_fits
+        return None if self.room is None else self.room >= self.reserve and not self._host_short
 
     @property
     def tight(self) -> bool:
         """Whether a card holds it, but not the reserve."""
-        return self.room is not None and 0 <= self.room < self.reserve and self._host_fits
+        return self.room is not None and 0 <= self.room < self.reserve and not self._host_short
 
     @property
-    def _host_fits(self) -> bool:
-        return self.host is None or self.host.room is None or self.host.room >= 0
+    def _host_short(self) -> bool:
+        return self.host is not None and self.host.short
 
     @property
     def between(self) -> int:
