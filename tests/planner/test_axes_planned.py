@@ -11,6 +11,7 @@ from zerosim.planner import question
 from zerosim.planner.cards import CARDS
 from zerosim.records.plan import Cell
 from zerosim.stages import DP, HPZ, HSDP, ROWS, Stage, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
+from zerosim.util import sizes
 
 MLP = [256, 1024, 256]
 PARAMS = 256 * 1024 + 1024 + 1024 * 256 + 256
@@ -124,6 +125,22 @@ def test_a_node_s_memory_is_for_all_its_ranks() -> None:
     assert (enough.host and enough.host.room, enough.fits) == (0, True)
     assert (short.host and short.host.room, short.fits, short.tight) == (-NODE, False, False)
     assert short.shortage is not None
+
+
+def test_what_the_host_holds_and_what_leaves_a_node_are_on_the_screen() -> None:
+    """In a sentence, in the verdict where the host is short, and with -v in the table of what is sent."""
+    given = {"gpus": RANKS, "node_size": NODE, "rows": [ZeRO3], "offload": "params", "memory": "100MB"}
+    found = zs.plan(MLP, **given, host_memory="1MB")  # type: ignore[arg-type]
+    [cell] = found.record.cells
+    assert cell.host is not None
+    text = " ".join(str(found.table()).split())
+    assert f"holds {sizes.text(sum(cell.host.resident.values()))} at rest and {sizes.text(cell.host.peak)} at" in text
+    assert f"and copies {sizes.text(cell.host.copied)} in a step" in text
+    assert f"and a node's host is short of {sizes.text(NODE * cell.host.peak - 10**6)}" in text
+    assert f"leaves each node {sizes.text(cell.between)}" in text
+    enough = " ".join(str(zs.plan(MLP, **given, host_memory="1GB").table()).split())  # type: ignore[arg-type]
+    assert "✓ fits" in enough
+    assert "is short of" not in enough
 
 
 def test_what_cannot_be_offloaded_is_refused() -> None:

@@ -80,4 +80,6 @@ def _traffic(plan: Plan, ranks: int) -> Table:
     if len(keys) > 1:
         table.add_section()
         table.add_row("in all", *(verdict.size(plan.question, cell.sent) for cell in cells))
+    if any(cell.between for cell in cells):
+        table.add_row("leaves each node", *(verdict.size(plan.question, cell.between) for cell in cells))
     return table

@@ -68,7 +68,10 @@ def _fits(plan: Plan, ranks: int) -> str:
         alone = "the model states alone do, and they are all that is counted here"
         return f"[bold yellow]whether it fits on {ranks:,} is not known[/]: {alone}"
     least = min(cells, key=lambda cell: cell.peak.total)
-    return f"[bold red]✗ no scheme fits on {ranks:,}[/]: {least.name} takes {size(question, least.peak.total)}"
+    takes = f"{least.name} takes {size(question, least.peak.total)}"
+    if least.host is not None and least.host.short:
+        takes += f", and a node's host is short of {size(question, -(least.host.room or 0))}"
+    return f"[bold red]✗ no scheme fits on {ranks:,}[/]: {takes}"
 
 
 def _better(plan: Plan, ranks: int) -> Iterator[str]:
@@ -98,6 +101,13 @@ def reasons(plan: Plan) -> Iterator[str]:
                 f"{size(question, cell.peak.by_band[cell.peak.largest])}; what comes and goes is of {most}"
             )
         for cell in plan.at(ranks):
+            if cell.host is not None:
+                rest = sum(cell.host.resident.values())
+                yield escape(
+                    f"on the host each rank of {cell.name} on {ranks:,} holds {size(question, rest)} at rest and "
+                    f"{size(question, cell.host.peak)} at the peak, and copies {size(question, cell.host.copied)} in a "
+                    f"step"
+                )
             if cell.shortage:
                 held = sum(cell.shortage.held.values())
                 yield escape(
