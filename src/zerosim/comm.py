@@ -24,7 +24,6 @@ from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Shaped
 
 from zerosim.bands import FP32, INT8, Array, DType
 from zerosim.counts import Counts, Traffic
@@ -33,6 +32,7 @@ from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
 from zerosim.util import int8
 from zerosim.util.casts import convert
+from zerosim.util.shapes import Shaped
 
 Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
 Hop = Callable[[Array, Array, int], Array]

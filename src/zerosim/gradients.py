@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, Band, Place
 from zerosim.buckets import Bucket
@@ -24,6 +23,7 @@ from zerosim.layers import Flat, Group, Layer
 from zerosim.options import Options
 from zerosim.ranks import Ranks
 from zerosim.stages import Over, Stage
+from zerosim.util.shapes import Shaped
 
 
 class Gradients:

@@ -14,10 +14,9 @@ from enum import StrEnum
 from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Float, Shaped
-
 from zerosim.bands import Array, DType
 from zerosim.ranks import Workspace
+from zerosim.util.shapes import Float, Shaped
 
 
 class Role(StrEnum):

@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from zerosim.bands import FP32, Array
 from zerosim.layers import Chain, Group, Pass
 from zerosim.ranks import Workspace
 from zerosim.util.arguments import check_batch
+from zerosim.util.shapes import Float
 
 _REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
 

@@ -13,12 +13,12 @@ from math import cos, inf, pi
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Float, Float32
 
 from zerosim.bands import Array, Band
 from zerosim.kernels.operations import NUMPY, Kernels
 from zerosim.util.arguments import one_of
 from zerosim.util.casts import convert
+from zerosim.util.shapes import Float, Float32
 
 _BLOCK = 32_768  # elements that go through all thirteen operations while they are in the cache
 

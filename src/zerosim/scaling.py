@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, Band
 from zerosim.buckets import Bucket
@@ -26,6 +25,7 @@ from zerosim.options import LossScale, Options
 from zerosim.ranks import Ranks
 from zerosim.stages import Over, Stage
 from zerosim.util.casts import convert
+from zerosim.util.shapes import Shaped
 
 LANES = 256
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from jaxtyping import Float, Shaped
 
 from zerosim.bands import FP32, MODEL_STATES, PARAM_WIRES, WIRES, Array, Band, DType
 from zerosim.buckets import Bucket, build, distinct, split
@@ -32,6 +31,7 @@ from zerosim.updates import Update
 from zerosim.util import arguments
 from zerosim.util.batches import micro_batches
 from zerosim.util.front_door import public
+from zerosim.util.shapes import Float, Shaped
 from zerosim.worlds.local import LocalRing
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
 
 from zerosim.bands import FP32, MODEL_STATES, Array, Band, Place
 from zerosim.buckets import Bucket
@@ -22,6 +21,7 @@ from zerosim.options import Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks
 from zerosim.stages import Stage
+from zerosim.util.shapes import Shaped
 
 OWNED = tuple(band for band in MODEL_STATES if band not in (Band.PARAMS, Band.GRADS))  # what the optimizer has alone
 

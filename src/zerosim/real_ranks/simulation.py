@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Shaped
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Ring
@@ -20,6 +19,7 @@ from zerosim.real_ranks.cases import COLLECTIVES, Case, States, booked, states
 from zerosim.real_ranks.connection import Booked
 from zerosim.records.real_ranks import NATIVE, Settings
 from zerosim.schemes import Scheme
+from zerosim.util.shapes import Shaped
 from zerosim.worlds.gloo import Op
 from zerosim.worlds.native import LocalCollectives
 

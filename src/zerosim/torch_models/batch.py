@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array
 from zerosim.torch_models.program import Kind, Program
 from zerosim.torch_models.tensors import packed, unpacked
 from zerosim.torch_models.trees import arguments, map_tensors
 from zerosim.torch_models.units import numpy_dtype
+from zerosim.util.shapes import Shaped
 
 
 @dataclass(frozen=True)

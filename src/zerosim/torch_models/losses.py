@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
 
 from zerosim.bands import Array
 from zerosim.ranks import Workspace
@@ -20,6 +19,7 @@ from zerosim.torch_models.op_counters import counting
 from zerosim.torch_models.saved_tensors import SavedTensors
 from zerosim.torch_models.tensors import Carried, Gradients, Held
 from zerosim.torch_models.trees import tensors
+from zerosim.util.shapes import Float, Shaped
 
 Loss = Callable[[Any, Any], Any]
 

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
 
 from zerosim.bands import Array
 from zerosim.layers import Checkpointed, Group, Layer, Role
@@ -31,6 +30,7 @@ from zerosim.torch_models.torch_unit import TorchUnit, Work
 from zerosim.torch_models.trees import map_tensors
 from zerosim.torch_models.units import Wrap, blocks
 from zerosim.util.arguments import integer, one_of
+from zerosim.util.shapes import Float, Shaped
 from zerosim.worlds.model_shapes import ModelShapes
 
 __all__ = ["TorchModel", "from_torch", "shapes_of"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
 from torch.autograd.graph import get_gradient_edge
 
 from zerosim.bands import Array
@@ -28,6 +27,7 @@ from zerosim.torch_models.layering import Layering, LayerPlan
 from zerosim.torch_models.op_counters import counting
 from zerosim.torch_models.saved_tensors import SavedTensors
 from zerosim.torch_models.tensors import Batch, Carried, Held, drop, row, store, view
+from zerosim.util.shapes import Shaped
 
 Flats = list[Array]
 

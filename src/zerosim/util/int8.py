@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int8, Shaped
 
 from zerosim.bands import FP32, Array
 from zerosim.util.casts import convert
+from zerosim.util.shapes import Float32, Int8, Shaped
 
 BLOCK = 256
 _MOST = np.float32(127)

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import cast
 
-from jaxtyping import Float, Shaped
-
 from zerosim.bands import FP32, Array, DType
 from zerosim.comm import Pieces, Ring
 from zerosim.layers import Group, Layer
 from zerosim.model import MLP
 from zerosim.ranks import Workspace
 from zerosim.util.arguments import check_layout, instance_of, integer
+from zerosim.util.shapes import Float, Shaped
 from zerosim.worlds.dry_array import DryArray
 
 __all__ = ["DryArray", "DryRing", "Shapes"]

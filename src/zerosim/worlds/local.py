@@ -11,11 +11,11 @@ from copy import copy
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Shaped
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Pieces, Ring
 from zerosim.util.casts import convert
+from zerosim.util.shapes import Shaped
 
 _REGISTER = 65_536  # elements, of all ranks together, that are cast before they are added
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Shaped
 
 from zerosim.bands import FP32, Array, DType
 from zerosim.comm import Comm, Ring
@@ -25,6 +24,7 @@ from zerosim.counts import Traffic
 from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
 from zerosim.util.casts import convert
+from zerosim.util.shapes import Shaped
 from zerosim.worlds.gloo import segments
 from zerosim.worlds.local import LocalRing
 

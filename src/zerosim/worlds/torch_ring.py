@@ -20,11 +20,11 @@ import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed
-from jaxtyping import Shaped
 
 from zerosim.bands import Array, DType
 from zerosim.comm import Ring
 from zerosim.records.real_ranks import BACKENDS
+from zerosim.util.shapes import Shaped
 from zerosim.worlds.gloo import Op
 
 dist: Any = torch.distributed
