@@ -7,18 +7,20 @@ import msgspec
 import pytest
 
 from zerosim.bands import MODEL_STATES, Band
+from zerosim.counts import EventKind
 from zerosim.lab.data import batches
 from zerosim.model import MLP
-from zerosim.planner import largest_model, models, plan, question, search
-from zerosim.planner.runner import Runner
+from zerosim.planner import conventions, largest_model, models, plan, question, search
+from zerosim.planner.runner import Runner, StepRun
 from zerosim.ranks import OutOfMemory
 from zerosim.records import plan as records
 from zerosim.records.plan import Plan
-from zerosim.records.question import Question
+from zerosim.records.question import Network, Question
 from zerosim.report import plan_chart as chart
 from zerosim.report import plan_console as console
 from zerosim.report import plan_verdict as verdict
 from zerosim.schemes import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.stages import HPZ, HSDP, ZeRO3Kept
 from zerosim.util import sizes
 from zerosim.worlds.dry import DryRing, Shapes
 
@@ -66,6 +68,33 @@ def test_a_cell_is_what_the_simulator_measures(row: Stage, ranks: int) -> None:
     moved = {(each.collective, each.band): (each.sent, each.messages) for each in cell.traffic}
     assert moved == {key: (traffic.sent[0], traffic.messages) for key, traffic in report.traffic.items()}
     assert cell.flops == {phase: count for phase, count in report.flops.items() if count}
+
+
+@pytest.mark.parametrize("convention", ["zero", "deepspeed", "fsdp2"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_search_that_sends_nothing_holds_the_same_bytes_at_every_instant(convention: str, micro_batches: int) -> None:
+    """Under every convention and row: each hold and free of a step, in order, with what is held after it."""
+    rules, given = conventions.convention(convention), {"convention": convention, "accumulate": micro_batches}
+    for row in [*rules.rows(), *([HSDP, HPZ, ZeRO3Kept] if convention == "fsdp2" else [])]:
+        runner = Runner(models.read(TEXT), ask(**given, rows=[row], network=Network(node=3)))
+        for ranks in (2, 6):
+            if row.two_axes and ranks % 3:
+                continue
+            unsent = runner._run(row, ranks, None)
+            sent = runner.run(row, ranks)
+            assert isinstance(unsent, StepRun)
+            assert sent.traffic
+            assert not unsent.traffic
+            assert _held(sent) == _held(unsent)
+            assert (sent.resident, sent.peak, sent.flops) == (unsent.resident, unsent.peak, unsent.flops)
+
+
+def _held(run: StepRun) -> list[tuple[str, ...]]:
+    return [
+        (event.kind, event.name, event.unit, event.nbytes, event.held)
+        for event in run.report.events
+        if event.kind in (EventKind.HOLD, EventKind.FREE, EventKind.HOST_HOLD, EventKind.HOST_FREE)
+    ]
 
 
 def test_the_convention_s_precision_and_wire_reach_the_schedule() -> None:

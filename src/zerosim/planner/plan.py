@@ -234,7 +234,7 @@ def _no_fit(runner: Runner, limit: int, memory: int) -> NoFit:
         most = limit if row.optimizer else 1
         powers = {1 << power for power in range(most.bit_length())}
         for ranks in powers | {*range(1, min(search.EVERY, most) + 1), most}:
-            peak = runner.run(row, ranks).peak
+            peak = runner.peak(row, ranks)
             runs.append((peak.total, -place, ranks, row, peak))
     _, _, ranks, row, peak = min(runs, key=lambda run: run[:3])
     shortage = runner.shortage(row, ranks, memory)

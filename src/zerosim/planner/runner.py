@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerosim.bands import FP32, MODEL_STATES, NOT_SAVED, Band, DType
+from zerosim.comm import Comm
 from zerosim.counts import EventKind, Report
 from zerosim.layers import Layer
 from zerosim.options import Options
@@ -20,6 +21,7 @@ from zerosim.planner import recipes
 from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.planner.question import node_size
+from zerosim.planner.unsent import unsent
 from zerosim.ranks import OutOfMemory
 from zerosim.records.files import CHUNK
 from zerosim.records.plan import Host, Peak, Saved, Shortage, Traffic
@@ -60,7 +62,7 @@ class Runner:
         self.convention.check(question)
         self.source = self.convention.source(source, question.attention)
         self._prepared: dict[tuple[Workload, int], Prepared] = {}
-        self._runs: dict[tuple[Stage, int, int], StepRun] = {}
+        self._runs: dict[tuple[Stage, int, int, bool], StepRun] = {}
         self._states: dict[tuple[Stage, int], int] = {}
 
     def precision(self, row: Stage) -> str:
@@ -128,8 +130,13 @@ class Runner:
             self._prepared[key] = self.source.prepare(workload, rows * times)
         return self._prepared[key]
 
-    def start(self, row: Stage, ranks: int, capacity: int | None = None, micro_batch: int | None = None) -> Scheme:
-        """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much."""
+    def start(
+        self, row: Stage, ranks: int, capacity: int | None = None, micro_batch: int | None = None, *, sends: bool = True
+    ) -> Scheme:
+        """A scheme with its model states held, and what the convention holds beside them. OutOfMemory if too much.
+
+        Where it does not send, its collectives hold what they hold, and make no hop.
+        """
         prepared = self.prepare(row, micro_batch, ranks)
         memory = self.question.host_memory
         host_capacity = None if capacity is None or memory is None else memory // self.node(ranks)
@@ -138,7 +145,10 @@ class Runner:
         )
         ring = DryRing(ranks, scattered=self.question.placement == "round robin")
         made = self.convention.of(row).scheme or self.convention.scheme
-        scheme = made(row, prepared.model, ranks, options, ring=ring, collectives=self.convention.collectives)
+        collectives = self.convention.collectives or Comm
+        scheme = made(
+            row, prepared.model, ranks, options, ring=ring, collectives=collectives if sends else unsent(collectives)
+        )
         if ranks > 1 and not self._in_buckets(row, ranks):  # with one nothing is reduced, and no bucket is there
             for band, elements in self._beside(row, scheme).items():
                 scheme.ranks.hold(band, (elements,), "bucket")
@@ -149,9 +159,15 @@ class Runner:
 
     def run(self, row: Stage, ranks: int, micro_batch: int | None = None) -> StepRun:
         """A step that no card limits."""
-        found = self._run(row, ranks, None, micro_batch)
+        found = self._run(row, ranks, None, micro_batch, sends=True)
         assert isinstance(found, StepRun), "only a card's capacity makes a run end"
         return found
+
+    def peak(self, row: Stage, ranks: int) -> Peak:
+        """The peak of a step that no card limits."""
+        found = self._run(row, ranks, None)
+        assert isinstance(found, StepRun), "only a card's capacity makes a run end"
+        return found.peak
 
     def shortage(self, row: Stage, ranks: int, capacity: int) -> Shortage | None:
         """The allocation that a card of ``capacity`` bytes has no room for, or None where it has room for the step."""
@@ -162,24 +178,29 @@ class Runner:
         """Whether a card has room for a step."""
         return isinstance(self._run(row, ranks, capacity, micro_batch), StepRun)
 
-    def _run(self, row: Stage, ranks: int, capacity: int | None, micro_batch: int | None = None) -> StepRun | Shortage:
-        """A step, new or one that was run before: what a card has room for, it runs as one without a limit does."""
-        key = row, ranks, micro_batch or self.question.micro_batch
-        known = self._runs.get(key)
+    def _run(
+        self, row: Stage, ranks: int, capacity: int | None, micro_batch: int | None = None, *, sends: bool = False
+    ) -> StepRun | Shortage:
+        """A step, new or one that was run before: what a card has room for, it runs as one without a limit does.
+
+        Where only memory is asked for, nothing is sent.
+        """
+        asked = row, ranks, micro_batch or self.question.micro_batch
+        known = self._runs.get((*asked, True)) or (None if sends else self._runs.get((*asked, False)))
         if known is not None and (capacity is None or (known.peak.total <= capacity and not known.host_short)):
             return known
         try:
-            scheme = self.start(row, ranks, capacity, micro_batch)
+            scheme = self.start(row, ranks, capacity, micro_batch, sends=sends)
             scheme.step(self.prepare(row, micro_batch, ranks).batch)
         except OutOfMemory as error:
             return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
-        self._runs[key] = found = _step_run(scheme, self.question.host_memory, self.node(ranks))
+        self._runs[*asked, sends] = found = _step_run(scheme, self.question.host_memory, self.node(ranks))
         return found
 
     def holds_states(self, row: Stage, ranks: int, capacity: int) -> bool:
         """Whether a card has room for the model states, with nothing trained."""
         try:
-            self.start(row, ranks, capacity)
+            self.start(row, ranks, capacity, sends=False)
         except OutOfMemory:
             return False
         return True
