@@ -66,7 +66,7 @@ $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("zerosim needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -m venv --clear $(VENV)
 
-$(VENV)/.lab: EXTRAS =
+$(VENV)/.lab: EXTRAS = [plots]
 $(VENV)/.dev: EXTRAS = [dev]
 $(VENV)/.torch: EXTRAS = [dev,torch,plan]
 $(VENV)/.bench: EXTRAS = [bench]

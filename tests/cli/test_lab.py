@@ -12,10 +12,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+import zerosim
 from zerosim.bands import PRECISIONS, WIRES, Band
 from zerosim.cli import lab as lab_command
 from zerosim.cli import main as cli
 from zerosim.cli import options
+from zerosim.model import MLP
 from zerosim.records import results
 from zerosim.schemes import Scheme
 from zerosim.stages import DP, Stage, ZeRO1, ZeRO2, ZeRO3
@@ -37,9 +39,26 @@ def test_the_lab_prints_its_verdicts_and_writes_results_and_figures(tmp_path: Pa
     assert "✓ same training holds: " in result.output
     assert "✓ as predicted holds: " in result.output
     names = {path.name for path in (tmp_path / "made" / "here").iterdir()}
-    figures = {"memory.png", "loss.png", "traffic.png", "timeline.png"}
-    assert names == {"results.json", "report.html", "trace.json"} | figures
+    assert names == {"results.json", "report.html", "trace.json", *lab_command.FIGURES}
     assert results.load(tmp_path / "made" / "here" / "results.json").settings.ranks == 3
+
+
+def test_without_matplotlib_there_are_no_figures_and_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts, results, page and trace are there all the same; figures of an earlier run are not left beside them."""
+    for name in (*lab_command.FIGURES, "mine.png"):
+        (tmp_path / name).touch()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(*SMALL, out=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "✓ same training holds: " in result.output
+    assert "pip install 'zerosim[plots]'" in result.output.splitlines()[-1]
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "report.html", "trace.json", "mine.png"}
+    run_of_mine = ZeRO2(MLP(), 2)
+    run_of_mine.step(zerosim.batches(ranks=2)[0])
+    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib; pip install 'zerosim\[plots\]'"):
+        run_of_mine.timeline().plot()
 
 
 def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:

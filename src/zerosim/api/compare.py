@@ -69,7 +69,8 @@ class Comparison:
         return Table(self.results)
 
     def timeline(self) -> Any:
-        """A matplotlib figure of the last step under every row."""
+        """A matplotlib figure of the last step under every row. ModuleNotFoundError without the extra ``plots``."""
+        arguments.installed("Comparison.timeline", "matplotlib", extra="plots")
         from zerosim.report.timeline import timeline
 
         return timeline(self.results)

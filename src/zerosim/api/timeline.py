@@ -15,6 +15,7 @@ from zerosim.lab.as_records import event_records
 from zerosim.records.files import write_whole
 from zerosim.records.results import EventRecord, SchemeRecord
 from zerosim.util import sizes
+from zerosim.util.arguments import installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +80,11 @@ class Timeline:
         return levels
 
     def plot(self) -> Figure:
-        """The figure: every band upon the other, event by event, with the phases and the peak."""
+        """The figure: every band upon the other, event by event, with the phases and the peak.
+
+        ModuleNotFoundError without matplotlib, which the extra ``plots`` installs.
+        """
+        installed("Timeline.plot", "matplotlib", extra="plots")
         from zerosim.report.timeline import timeline
 
         return timeline(self._results)

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +27,7 @@ from zerosim.records.results import Results, Settings, encode, save
 from zerosim.stages import SCHEMES, Stage
 
 RESULTS = "results.json"
+FIGURES = ("memory.png", "loss.png", "traffic.png", "timeline.png")
 
 
 @click.command()
@@ -150,7 +152,6 @@ def lab(out: Path, as_json: bool, verbose: bool, rows: Sequence[Stage], **option
     """
     from zerosim.lab import suite
     from zerosim.report import lab_console as console
-    from zerosim.report import plots
 
     rows = rows or SCHEMES
     with errors_for_people():
@@ -161,16 +162,31 @@ def lab(out: Path, as_json: bool, verbose: bool, rows: Sequence[Stage], **option
         found = _run(settings, rows)
         with replacing(out) as staging, _progress(2) as advance:
             advance("drawing the figures")
-            plots.save_figures(plots.figures(found), staging)
+            drawn = _draw(found, staging)
             advance("writing the page")
             save_pages(found, staging)
             save(found, staging / RESULTS)
+        if not drawn:  # those of an earlier run would be of other results
+            for name in FIGURES:
+                (out / name).unlink(missing_ok=True)
     with printing():
         if as_json:
             click.echo(encode(found), nl=False)
         else:
             console.show(found, out, verbose=verbose)
+            if not drawn:
+                click.echo("without figures, which take matplotlib: pip install 'zerosim[plots]'")
     sys.exit(1 if found.failures else 0)
+
+
+def _draw(found: Results, folder: Path) -> bool:
+    """Write the figures, if there is what draws them."""
+    if find_spec("matplotlib") is None:
+        return False
+    from zerosim.report import plots
+
+    plots.save_figures(plots.figures(found), folder)
+    return True
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
