@@ -5,10 +5,8 @@ its own for each, so that its highest resident set is that job's alone.
 """
 
 import json
-import re
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,7 @@ import psutil
 
 from cases import Job
 from rivals.package import scheme
-
-
-def high_water() -> int | None:
-    """The largest resident set of this process so far, in bytes; None where the kernel does not say (Linux does)."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+from zerosim.real_ranks.meter import highest_memory
 
 
 def footprint(job: Job, steps: int, lr: float) -> dict[str, Any]:
@@ -41,12 +30,12 @@ def footprint(job: Job, steps: int, lr: float) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
     if not np.isfinite(losses).all():
         raise RuntimeError(f"footprint: {job.scheme} diverged, {losses}; what overflows costs another time.")
-    highest = high_water()
+    highest = highest_memory()
     return {
         "params": job.params,
         "resident_sum": job.ranks * run.ledger.total,
         "peak_sum": job.ranks * max(report.peak.total for report in run.reports),
-        "process": None if highest is None else highest - before,
+        "process": highest - before,
         "process_in_all": highest,
         "sent_per_rank": run.bytes_comm_per_rank() // steps,
         "seconds": seconds,

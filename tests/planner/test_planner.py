@@ -89,7 +89,7 @@ def test_a_search_that_sends_nothing_holds_the_same_bytes_at_every_instant(conve
             assert (sent.resident, sent.peak, sent.flops) == (unsent.resident, unsent.peak, unsent.flops)
 
 
-def _held(run: StepRun) -> list[tuple[str, ...]]:
+def _held(run: StepRun) -> list[tuple[object, ...]]:
     return [
         (event.kind, event.name, event.unit, event.nbytes, event.held)
         for event in run.report.events

@@ -1,6 +1,7 @@
 """Ranks to try one's own implementation on: N processes of this machine, in a gloo group, forked from this one.
 
-Owns their start, their output and their end, in a notebook as in a script. Must not know what they run.
+Owns their group and their output, in a notebook as in a script; ``real_ranks.processes`` starts and ends them. Must
+not know what they run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import contextlib
 import gc
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -17,10 +17,12 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed
+
+from zerosim.real_ranks.processes import Child, children
 
 dist: Any = torch.distributed
 LIMIT = 300.0  # seconds
@@ -59,8 +61,8 @@ def run_ranks(
     try:
         with tempfile.TemporaryDirectory(prefix="zerosim-ranks-") as name:
             folder = Path(name)
-            started = [_start(function, rank, ranks, folder, timeout) for rank in range(ranks)]
-            codes = _wait(started, timeout)
+            with children(ranks, lambda _, __, rank: _rank(function, rank, ranks, folder, timeout)) as born:
+                codes = _wait(born, timeout)
             output = "".join((folder / f"out-{rank}").read_text(errors="replace") for rank in range(ranks))
             errors = [(folder / f"err-{rank}").read_text(errors="replace") for rank in range(ranks)]
     finally:
@@ -72,10 +74,8 @@ def run_ranks(
     return Ran(codes, output, errors)
 
 
-def _start(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, timeout: float) -> int:
-    process = os.fork()
-    if process:
-        return process
+def _rank(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, timeout: float) -> NoReturn:
+    """What a rank does, and how it ends: with a code of its own, tidying up nothing of the parent's."""
     code = 1
     try:
         for stream, name in ((1, "out"), (2, "err")):
@@ -87,7 +87,7 @@ def _start(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, 
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # nothing of the parent's is tidied up here
+        os._exit(code)
 
 
 def _serve(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, timeout: float) -> int:
@@ -106,20 +106,12 @@ def _serve(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, 
     return 0
 
 
-def _wait(processes: list[int], timeout: float) -> list[int]:
-    """Their exit codes, negative for a signal, in the order given."""
-    codes: dict[int, int] = {}
+def _wait(born: list[Child], timeout: float) -> list[int]:
+    """Their exit codes, negative for a signal; those that have not ended by then are killed."""
     until = time.monotonic() + timeout
-    while len(codes) < len(processes):
-        for process in processes:
-            if process not in codes:
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if ended:
-                    codes[process] = os.waitstatus_to_exitcode(status)
+    while any(child.status().alive for child in born):
         if time.monotonic() > until:
-            for process in processes:
-                if process not in codes:
-                    os.kill(process, signal.SIGKILL)
-            until = float("inf")
+            for child in born:
+                child.kill()
         time.sleep(0.01)
-    return [codes[process] for process in processes]
+    return [child.code for child in born]

@@ -93,12 +93,13 @@ class Heartbeat:
 
 
 class Child:
-    """A rank of this machine, as the child process that it is."""
+    """A rank of this machine, as the child process that it is; ``code`` is how it ended, negative for a signal."""
 
     def __init__(self, pid: int, connection: Connection, heartbeat: Heartbeat, log: IO[bytes]) -> None:
         self.pid, self.connection, self.heartbeat = pid, connection, heartbeat
         self._log = log
         self._alive, self._stopped, self._how = True, False, ""
+        self.code = 0
 
     def status(self) -> Status:
         """How it fares now, according to the kernel, and how far it has come."""
@@ -119,6 +120,8 @@ class Child:
 
     def _note(self, status: int) -> None:
         self._stopped = os.WIFSTOPPED(status)
+        if not self._stopped and not os.WIFCONTINUED(status):
+            self.code = os.waitstatus_to_exitcode(status)
         if os.WIFEXITED(status):
             self._alive, self._how = False, f"exited with code {os.WEXITSTATUS(status)}"
         elif os.WIFSIGNALED(status):
