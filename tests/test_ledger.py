@@ -1,8 +1,10 @@
 """The ledger: time, peaks, traffic, reports and the log."""
 
+import gc
 from collections import Counter
 
 import numpy as np
+import psutil
 import pytest
 
 from helpers import batches, each_gather, nonzero
@@ -11,7 +13,7 @@ from zerosim.counts import Event, EventKind, Peak, Phase, Report, Traffic
 from zerosim.ledger import Ledger
 from zerosim.model import MLP
 from zerosim.options import Gather
-from zerosim.schemes import Stage
+from zerosim.schemes import Stage, ZeRO3
 
 
 class Clock:
@@ -474,3 +476,20 @@ def test_a_log_is_enough_to_rebuild_the_step(stage: Stage, n: int, gather: Gathe
         assert report.sent_by_collective() == {name: [nbytes] * n for name, nbytes in logged.items()}
         assert min(report.seconds.values()) >= 0
         assert report.events[-1].seconds <= sum(report.seconds.values()) * (1 + 1e-9)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("steps", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_long_run_takes_no_more_memory_than_a_short_one(steps: int) -> None:
+    """The process has after so many steps what it had after a thousand, within what an interpreter needs: 256 kB."""
+    run = ZeRO3(MLP((3, 2)), 2, precision="fp32", keep_reports=10)
+    [batch] = batches(2, rows=1, widths=(3, 2))
+    after: list[int] = []
+    for step in range(1, steps + 1):
+        run.step(batch)
+        if step in (1_000, steps):
+            gc.collect()
+            after.append(psutil.Process().memory_info().rss)
+    assert len(run.reports) == 10
+    assert run.ledger.steps == steps
+    assert after[1] - after[0] < 256 * 1024
