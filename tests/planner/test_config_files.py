@@ -174,10 +174,21 @@ def test_an_undeclared_key_that_changes_the_model_counts(tmp_path: Path) -> None
 
 
 def test_infinity_and_nan_are_numbers_of_a_file_as_transformers_writes_them(tmp_path: Path) -> None:
-    """ "time_step_limit": [0.0, Infinity] is in published files."""
+    """ "time_step_limit": [0.0, Infinity] is in published files; what transformers 5 saves has a word for it."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity], "initializer_range": NaN}')
     assert config_file.read(path)["time_step_limit"] == [0.0, float("inf")]
+    saved = Mamba2Config(
+        hidden_size=64, num_hidden_layers=2, head_dim=16, num_heads=8, n_groups=1, state_size=8, vocab_size=101,
+        time_step_limit=(0.0, float("inf")), architectures=["Mamba2ForCausalLM"],
+    )  # fmt: skip
+    saved.to_json_file(path, use_diff=False)
+    assert "__float__" in path.read_text()
+    assert config_file.read(path)["time_step_limit"] == [0.0, float("inf")]
+    found = models.read(str(path)).prepare(Workload(1, 8, "none", FP16), 1).model.n_params
+    assert found == sum(parameter.numel() for parameter in Mamba2ForCausalLM(saved).parameters())
 
 
 def test_rows_beyond_what_a_rotary_model_was_trained_on_are_a_note_and_beyond_a_table_an_error(tmp_path: Path) -> None:

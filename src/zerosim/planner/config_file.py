@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{CALL}: {path} cannot be read: {error.strerror or error}.") from error
     try:
-        values = json.loads(content, object_pairs_hook=_once)  # Infinity and NaN too, as transformers writes them
+        values = json.loads(content, object_pairs_hook=_value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{CALL}: {path} is not JSON: {error}. A Hugging Face config.json is needed.") from error
     named = isinstance(values, dict) and (isinstance(values.get("model_type"), str) or values.get("architectures"))
@@ -61,10 +61,13 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _value(pairs: list[tuple[str, Any]]) -> Any:
+    """An object, or a float that is not finite: older files have it as it is, newer ones as {"__float__": "NaN"}."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twice!r} is given twice")
+    if names == ["__float__"] and pairs[0][1] in ("Infinity", "-Infinity", "NaN"):
+        return float(pairs[0][1])
     return dict(pairs)
 
 
