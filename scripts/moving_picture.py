@@ -130,6 +130,11 @@ class Picture:
 
     # -- what changes
 
+    def milliseconds(self) -> list[int]:
+        """How long each slot is shown."""
+        shown = [COMPUTED if instant.computed else OTHER for instant in self.stories[0].instants]
+        return [FIRST, *shown[1:-1], LAST]
+
     def frame(self, slot: int) -> Sheet:
         """The picture in one slot."""
         sheet = self.still.copy()
@@ -208,8 +213,7 @@ def _heights(states: Sequence[Band]) -> Mapping[Band, float]:
 def encoded(results: Results) -> bytes:
     """The picture as a GIF, the same for the same recording."""
     picture = Picture(results)
-    computed = [COMPUTED if instant.computed else OTHER for instant in picture.stories[0].instants]
-    return gif([picture.frame(slot) for slot in range(picture.slots)], [FIRST, *computed[1:-1], LAST])
+    return gif([picture.frame(slot) for slot in range(picture.slots)], picture.milliseconds())
 
 
 def main() -> None:

@@ -131,8 +131,9 @@ def _instants(record: SchemeRecord) -> Iterator[Instant]:
     yield now
     for number, event in enumerate(record.events):
         sign = {"hold": 1, "free": -1}.get(event.kind, 0)
-        held[event.name] = held.get(event.name, 0) + sign * event.nbytes
-        between.append(dict(held))
+        if sign:
+            held[event.name] = held.get(event.name, 0) + sign * event.nbytes
+            between.append({band: nbytes for band, nbytes in held.items() if nbytes})
         phase = now.phase if event.phase == "communication" else event.phase
         now = replace(now, phase=phase, computed="", released="")
         hops: Iterable[Hop | None] = [None]
@@ -152,8 +153,8 @@ def _instants(record: SchemeRecord) -> Iterator[Instant]:
         else:
             continue
         yield from (replace(now, held=_shown(between), hop=hop) for hop in hops)
-        between = [dict(held)]
-    yield replace(now, held=dict(held), phase="", computed="", released="")
+        between = between[-1:]
+    yield replace(now, held=between[-1], phase="", computed="", released="")
 
 
 def _shown(between: Sequence[dict[str, int]]) -> dict[str, int]:

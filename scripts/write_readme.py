@@ -23,6 +23,7 @@ import jinja2
 import numpy as np
 from matplotlib.figure import Figure
 
+import moving_picture
 import readme_tables
 import record
 from readme_views import FRAME, Lab, Planned, Real
@@ -191,6 +192,7 @@ def main() -> None:
     for page in PAGES:
         write_whole(page, reflow(render(page)).encode())
     plots.save_figures({name: figure(name) for name in FIGURES}, ROOT / "docs")
+    moving_picture.main()
 
 
 if __name__ == "__main__":

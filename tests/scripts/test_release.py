@@ -38,12 +38,12 @@ def test_an_index_page_can_follow_every_link(copy: Path) -> None:
     release.main(ADDRESS, TAG, copy)
     after = links(copy)
     assert len(after) == len(before)
-    assert any(link.endswith(".png") for link in after)
+    assert {Path(link).suffix for link in after} >= {".png", ".gif"}
     for was, link in zip(before, after, strict=True):
         if was.startswith("https:"):
             assert link == was
             continue
-        kind = "raw" if was.endswith(".png") else "blob"
+        kind = "raw" if was.endswith((".png", ".gif")) else "blob"
         assert link == f"{ADDRESS}/{kind}/{TAG}/{was}"
         assert (ROOT / was.partition("#")[0]).exists()
 
