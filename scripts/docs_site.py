@@ -1,6 +1,7 @@
 """What the documentation site has that is not in docs/: pages of the project, and those made from the package itself.
 
-Owns where a page of the project is on the site, and how links between pages follow. A hook of mkdocs, and an
+Owns where a page of the project is on the site, and how links between pages follow; where notebooks open is
+``launch.py``'s. A hook of mkdocs, and an
 extension of griffe's, which reads docstrings.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File
 
+import launch
 import zerosim
 from zerosim.planner.conventions import CONVENTIONS
 
@@ -50,7 +52,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     name = page.file.src_uri
     if name == "conventions.md":
         markdown += conventions()
-    return relinked(markdown, PAGES.get(name, f"docs/{name}"))
+    path = PAGES.get(name, f"docs/{name}")
+    return relinked(launch.linked(markdown, path, launch.address()), path)
 
 
 def relinked(markdown: str, path: str) -> str:
