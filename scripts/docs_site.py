@@ -28,6 +28,7 @@ PAGES = {  # by where they are on the site
     "benchmarks.md": "benchmarks/README.md",
     "steps.png": "benchmarks/steps.png",
     "notebook.ipynb": "notebook.ipynb",
+    "measured_memory.csv": "recorded/measured_memory.csv",
 }
 CHAPTERS = {  # of the API's page, by what is in them; the rows have a page of their own, rows.md
     "Training": ("Scheme", "Stage", "MLP", "batches", "Options", "LossScale", "OutOfMemory"),
