@@ -1,6 +1,7 @@
 """What the documentation site has that is not in docs/: pages of the project, and those made from the package itself.
 
-Owns where a page of the project is on the site, and how links between pages follow. A hook of mkdocs, and an
+Owns where a page of the project is on the site, and how links between pages follow; where notebooks open is
+``launch.py``'s. A hook of mkdocs, and an
 extension of griffe's, which reads docstrings.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File
 
+import launch
 import zerosim
 from zerosim.planner.conventions import CONVENTIONS
 
@@ -26,6 +28,7 @@ PAGES = {  # by where they are on the site
     "benchmarks.md": "benchmarks/README.md",
     "steps.png": "benchmarks/steps.png",
     "notebook.ipynb": "notebook.ipynb",
+    "measured_memory.csv": "recorded/measured_memory.csv",
 }
 CHAPTERS = {  # of the API's page, by what is in them; the rows have a page of their own, rows.md
     "Training": ("Scheme", "Stage", "MLP", "batches", "Options", "LossScale", "OutOfMemory"),
@@ -50,7 +53,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     name = page.file.src_uri
     if name == "conventions.md":
         markdown += conventions()
-    return relinked(markdown, PAGES.get(name, f"docs/{name}"))
+    path = PAGES.get(name, f"docs/{name}")
+    return relinked(launch.linked(markdown, path, launch.address()), path)
 
 
 def relinked(markdown: str, path: str) -> str:

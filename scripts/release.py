@@ -1,7 +1,8 @@
 """Prepare a checkout for a release: what an index page shows must not depend on the checkout.
 
-Writes the repository's address, which nothing else knows, into pyproject.toml as project URLs and into README.md's
-links and images, which an index page cannot follow otherwise. Refuses a tag that is not the version's.
+Writes the repository's address into pyproject.toml as project URLs, where all else reads it, and into README.md's
+links and images, which an index page cannot follow otherwise; its notebooks open where they are in the tag. Refuses a
+tag that is not the version's, and another address than one that is there already.
 
     python scripts/release.py https://HOST/OWNER/NAME v1.2.3
 """
@@ -13,20 +14,29 @@ import sys
 import tomllib
 from pathlib import Path
 
+import launch
+
 ROOT = Path(__file__).parents[1]
 IMAGES = (".png", ".svg", ".gif")
 
 
 def main(address: str, tag: str, root: Path = ROOT) -> None:
-    """Change pyproject.toml and README.md in ``root``. ValueError, with nothing changed, for another version's tag."""
+    """Change pyproject.toml and README.md in ``root``. ValueError, with nothing changed, for another version's tag or
+    another repository's address.
+    """
     project, readme = root / "pyproject.toml", root / "README.md"
     text = project.read_text(encoding="utf-8")
     version = tomllib.loads(text)["project"]["version"]
     cited = (root / "CITATION.cff").read_text(encoding="utf-8")
     if tag != f"v{version}" or f"\nversion: {version}\n" not in cited:
         raise ValueError(f"release: pyproject.toml says {version}; CITATION.cff and the tag, {tag}, must say the same.")
-    project.write_text(text.replace("\n[project.scripts]\n", f"\n{urls(address)}\n[project.scripts]\n"), "utf-8")
-    readme.write_text(absolute(readme.read_text(encoding="utf-8"), f"{address}/{{}}/{tag}"), "utf-8")
+    known = launch.address(root)
+    if known not in (None, address):
+        raise ValueError(f"release: pyproject.toml says that the repository is {known}; got {address}.")
+    if known is None:
+        project.write_text(text.replace("\n[project.scripts]\n", f"\n{urls(address)}\n[project.scripts]\n"), "utf-8")
+    page = launch.linked(readme.read_text(encoding="utf-8"), "README.md", address, tag)
+    readme.write_text(absolute(page, f"{address}/{{}}/{tag}"), "utf-8")
 
 
 def urls(address: str) -> str:

@@ -1,6 +1,7 @@
 """Run the notebooks from top to bottom and keep what they put out.
 
-Owns how they are run and what of a run is kept: nothing that differs from run to run.
+Owns how they are run and what of a run is kept: nothing that differs from run to run. Where they open, if the
+repository's address is known, comes from ``launch.py``.
 
     python scripts/run_notebook.py
 """
@@ -8,7 +9,6 @@ Owns how they are run and what of a run is kept: nothing that differs from run t
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import nbclient
 import nbformat
 
+import launch
+import zerosim
 from zerosim.records.files import write_whole
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ def read(path: Path = NOTEBOOK) -> Any:
 
 
 def run(path: Path = NOTEBOOK, timeout: int = SECONDS) -> Any:
-    """It, run anew in a fresh interpreter and an empty folder, as it is where there is no checkout.
+    """It, run anew in a fresh interpreter and an empty folder, where of a checkout there is the package alone.
 
     CellExecutionError if a cell raises, CellTimeoutError if one is slow.
     """
@@ -41,7 +43,8 @@ def run(path: Path = NOTEBOOK, timeout: int = SECONDS) -> Any:
         )  # fmt: skip
         kernel = client.create_kernel_manager()
         kernel.transport, kernel.ip = "ipc", f"{folder}/kernel"  # nothing that others on the machine could listen to
-        client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # the package that is imported here
+        package = Path(str(zerosim.__file__)).parents[1]  # the one that is imported here
+        client.execute(env=os.environ | {"PYTHONPATH": str(package)})
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return notebook
 
@@ -49,7 +52,8 @@ def run(path: Path = NOTEBOOK, timeout: int = SECONDS) -> Any:
 def main() -> None:
     """Run them, and write them with their outputs."""
     for path in (NOTEBOOK, EXERCISES):
-        text: str = nbformat.writes(run(path))  # type: ignore[no-untyped-call]
+        told = launch.tell(run(path), path.relative_to(ROOT).as_posix(), launch.address())
+        text: str = nbformat.writes(told)  # type: ignore[no-untyped-call]
         write_whole(path, text.encode() + b"\n")
 
 

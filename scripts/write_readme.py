@@ -23,6 +23,8 @@ import jinja2
 import numpy as np
 from matplotlib.figure import Figure
 
+import launch
+import moving_picture
 import readme_tables
 import record
 from readme_views import FRAME, Lab, Planned, Real
@@ -142,6 +144,11 @@ def render(page: Path = README, mark: Callable[[Any], Any] = lambda value: value
     return environment(mark).from_string(PAGES[page].read_text()).render(names())
 
 
+def written(page: Path) -> str:
+    """A page as it is committed: filled, with where its notebooks open, in lines of even length."""
+    return reflow(launch.linked(render(page), page.relative_to(ROOT).as_posix(), launch.address()))
+
+
 def reflow(markdown: str) -> str:
     """With paragraphs and list items in lines of even length; code, tables, headings and the like as they are."""
     blocks = re.split(r"\n{2,}|(```.*?```)", markdown.strip(), flags=re.DOTALL)
@@ -189,8 +196,9 @@ def _drawn(recording: str) -> dict[str, Figure]:
 def main() -> None:
     """Write it all."""
     for page in PAGES:
-        write_whole(page, reflow(render(page)).encode())
+        write_whole(page, written(page).encode())
     plots.save_figures({name: figure(name) for name in FIGURES}, ROOT / "docs")
+    moving_picture.main()
 
 
 if __name__ == "__main__":

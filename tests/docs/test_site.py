@@ -1,6 +1,7 @@
 """The documentation site: what its own pages show is what comes out, and nothing leads nowhere."""
 
 import doctest
+import importlib
 import io
 import os
 import re
@@ -9,12 +10,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
 from rich.console import Console
 
+import launch
 import record
 from zerosim.cli import main as cli
 from zerosim.records.results import Results
@@ -113,6 +116,17 @@ def test_every_page_that_the_site_lists_is_there() -> None:
     added = set(re.findall(r'"(\w+\.md)": "', (ROOT / "scripts" / "docs_site.py").read_text())) | {"api.md"}
     assert len(listed) > 10
     assert [name for name in listed if name not in added and not (DOCS / name).is_file()] == []
+
+
+@mkdocs_needed
+def test_pages_say_where_notebooks_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the repository's address is known, a page of the site has it after each link to a notebook."""
+    docs_site = importlib.import_module("docs_site")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="tutorials.md"))
+    for address, count in ((None, 0), ("https://github.com/owner/name", 2)):
+        monkeypatch.setattr(launch, "address", lambda known=address: known)
+        shown = docs_site.on_page_markdown(text("tutorials.md"), page=page)
+        assert shown.count(".ipynb) ([Colab](https://colab.research.google.com/github/owner/name/") == count
 
 
 @mkdocs_needed

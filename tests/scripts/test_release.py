@@ -33,17 +33,19 @@ def links(folder: Path) -> list[str]:
 
 
 def test_an_index_page_can_follow_every_link(copy: Path) -> None:
-    """No link is relative any more; each goes to a file of the tag that is there, and images to their bytes."""
+    """No link is relative any more; each goes to a file of the tag that is there, images to their bytes, and
+    notebooks open in a browser."""
     before = links(copy)
     release.main(ADDRESS, TAG, copy)
-    after = links(copy)
+    after = [link for link in links(copy) if not link.startswith("https://mybinder.org")]
+    assert len(links(copy)) - len(after) == sum(link.endswith(".ipynb") for link in before) == 2
     assert len(after) == len(before)
-    assert any(link.endswith(".png") for link in after)
+    assert {Path(link).suffix for link in after} >= {".png", ".gif"}
     for was, link in zip(before, after, strict=True):
         if was.startswith("https:"):
             assert link == was
             continue
-        kind = "raw" if was.endswith(".png") else "blob"
+        kind = "raw" if was.endswith((".png", ".gif")) else "blob"
         assert link == f"{ADDRESS}/{kind}/{TAG}/{was}"
         assert (ROOT / was.partition("#")[0]).exists()
 
@@ -54,6 +56,18 @@ def test_the_address_is_in_the_metadata(copy: Path) -> None:
     after = tomllib.loads((copy / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert after.pop("urls")["Issues"] == f"{ADDRESS}/issues"
     assert after == PROJECT
+
+
+def test_an_address_that_is_known_is_kept(copy: Path) -> None:
+    """A release from the same repository leaves it as it is; one from elsewhere is refused, and changes nothing."""
+    release.main(ADDRESS, TAG, copy)
+    shutil.copy(ROOT / "README.md", copy)
+    project, readme = (copy / "pyproject.toml").read_text(), (copy / "README.md").read_text()
+    with pytest.raises(ValueError, match=f"the repository is {ADDRESS}; got {ADDRESS}-2"):
+        release.main(f"{ADDRESS}-2", TAG, copy)
+    assert (copy / "README.md").read_text() == readme
+    release.main(ADDRESS, TAG, copy)
+    assert (copy / "pyproject.toml").read_text() == project
 
 
 @pytest.mark.parametrize("change", ["tag", "citation"])
