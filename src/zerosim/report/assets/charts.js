@@ -40,8 +40,9 @@ const Charts = (() => {
     const [inParameters, field] = [find("memory-unit").value === "parameter", find("memory-of").value];
     const size = inParameters ? data.parameters : 1;
     const told = find("memory-predicted").checked;
-    const series = schemes.map((scheme, i) => ({ ...dressed(scheme, i, schemes.length), points: rowsOf(scheme).map((row) => ({ x: row.ranks, y: row[field] / size, row })) }));
-    const crosses = told ? series.map(({ name, points }) => ({ name: `${name}, predicted`, mark: "x", size: 3, lined: false, label: false, unread: true, points: points.map(({ x, row }) => ({ x, y: row[`${field}_predicted`] / size })) })) : [];
+    const shown = (value) => (value > 0 ? value : null); // nothing has no place on a scale of powers; it is read out
+    const series = schemes.map((scheme, i) => ({ ...dressed(scheme, i, schemes.length), points: rowsOf(scheme).map((row) => ({ x: row.ranks, y: shown(row[field] / size), row })) }));
+    const crosses = told ? series.map(({ name, points }) => ({ name: `${name}, predicted`, mark: "x", size: 3, lined: false, label: false, unread: true, points: points.map(({ x, row }) => ({ x, y: shown(row[`${field}_predicted`] / size) })) })) : [];
     const values = [...series, ...crosses].flatMap(({ points }) => points.map(({ y }) => y)).filter((y) => y > 0);
     const base = inParameters ? 2 : 10;
     const domain = values.length ? [base ** Math.floor(Math.log(Math.min(...values)) / Math.log(base)), Math.max(...values) * 1.15] : [1, base];
@@ -56,8 +57,8 @@ const Charts = (() => {
   function traffic() {
     const inP = find("traffic-unit").value === "P";
     const size = inP ? P : 1;
-    const most = Math.max(2, ...data.sweep.map(({ ranks }) => ranks));
-    const curve = Array.from({ length: 61 }, (_, i) => most ** (i / 60));
+    const [least, most] = overRanks().domain;
+    const curve = Array.from({ length: 61 }, (_, i) => least * (most / least) ** (i / 60));
     const forms = [2, 3].map((factor) => ({ name: `${factor}(N−1)/N`, quiet: true, unread: true, dash: "1 3", points: curve.map((x) => ({ x, y: (P * factor * (x - 1)) / x / size })) }));
     const series = schemes.map((scheme, i) => ({ ...dressed(scheme, i, schemes.length), points: rowsOf(scheme).map((row) => ({ x: row.ranks, y: row.sent / size, row })) }));
     const high = Math.max(3 * P, ...data.sweep.map(({ sent }) => sent)) * 1.08;

@@ -19,7 +19,7 @@ const Grid = (() => {
     let [run, index, hops, plan, moving] = [null, 0, 0, null, null];
 
     const redraw = Draw.responsive(host, (width) => {
-      plan = run && layout(width);
+      plan = run && Replay.units.length ? layout(width) : null; // a run may end before it has computed anything
       if (!plan) return [];
       const svg = Draw.canvas(width, plan.height, described());
       for (const band of Object.keys(PASSING)) Draw.hatch(svg, id(band), color(band));

@@ -34,7 +34,7 @@ const Lanes = (() => {
     const chart = Draw.element("div", { class: "chart lanes", tabindex: 0, role: "group", "aria-label": `Computing and sending in time, ${run.scheme}` }, surface, readout);
     let read = -1;
     const redraw = Draw.responsive(surface, (width) => {
-      const [left, tall, height] = [76, 34, 132];
+      const [left, tall, height] = [76, 34, 148];
       const svg = Draw.canvas(width, height, `Computing and sending in time. ${sum(run)}`);
       place = Draw.linear([0, last], [left, width - 4]);
       Draw.hatch(svg, "hatch-message", "var(--ink)");
@@ -43,13 +43,17 @@ const Lanes = (() => {
         svg.append(shape("path", { class: "rule", d: `M${place(value)} 8V${height - 20}` }));
         svg.append(Draw.text(place(value), height - 5, `${Draw.number(1e3 * value, 3)} ms`, { "text-anchor": "middle" }));
       }
+      let windows = 0;
       all.forEach((piece, i) => {
         const [x, wide] = [place(piece.begin), Math.max(1.5, place(piece.end) - place(piece.begin))];
         const computes = piece.lane === "compute";
         const y = computes ? 14 : 62;
         const kind = computes ? "work" : piece.beside.length ? "message free" : "message";
         const style = piece.beside.length ? { fill: "url(#hatch-message)" } : {};
-        if (piece.beside.length) svg.append(shape("path", { class: "curve quiet", d: `M${place(piece.since)} ${y - 7}v5m0 -2.5H${place(piece.until)}m0 -2.5v5` }));
+        if (piece.beside.length) {
+          const under = y + tall + 6 + (windows++ % 4) * 6; // one below the other, as they overlap
+          svg.append(shape("path", { class: "window", d: `M${place(piece.since)} ${under - 2.5}v5m0 -2.5H${place(piece.until)}m0 -2.5v5M${x} ${under}V${y + tall}` }));
+        }
         const bar = shape("rect", { class: kind, x, y, width: wide, height: tall, "data-event": piece.event, "data-piece": i, style });
         svg.append(bar);
         const label = `${piece.name} ${piece.unit}`;
@@ -79,7 +83,7 @@ const Lanes = (() => {
       at = index;
       if (!head) return;
       const time = index ? run.events[Math.min(index, run.events.length) - 1][5] : 0;
-      head.setAttribute("d", `M${place(Math.min(time, last))} 8V112`);
+      head.setAttribute("d", `M${place(Math.min(time, last))} 8V124`);
     }
     return { element: chart, show, redraw };
   }

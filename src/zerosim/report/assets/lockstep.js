@@ -31,7 +31,7 @@ const Lockstep = (() => {
     return found;
   }
 
-  /** The moments of several runs: shown[run][moment] is the frame to show; names[moment] says where in the step it is;
+  /** The moments of several runs: shown[run][moment] is the frame to show; names[moment] is { phase, text }, where in the step it is;
       phases are stretches of moments; marks[run][job] is the frame that computed it. */
   function together(runs) {
     const jobs = runs.map(({ frames }) => frames.map(job).filter(Boolean));
@@ -48,12 +48,15 @@ const Lockstep = (() => {
       return [...cut, frames.length - 1]; // a run that ended early stays where it is
     });
     const shown = runs.map(() => [0]);
-    const names = [where(shared[0])];
+    const steps = shared.map((each) => where(each));
+    const names = [{ phase: steps[0]?.phase ?? "the step", text: between(null, steps[0]) }];
     for (let s = 0; s <= shared.length; s++) {
       const moments = Math.max(...cuts.map((cut) => cut[s + 1] - cut[s]));
       for (let moment = 1; moment <= moments; moment++) {
         cuts.forEach((cut, i) => shown[i].push(cut[s] + Math.floor(((cut[s + 1] - cut[s]) * moment) / moments)));
-        names.push(s < shared.length ? where(shared[s]) : names.at(-1));
+        const [before, next] = [steps[s - 1], steps[s]];
+        const phase = (next ?? before)?.phase ?? "the step";
+        names.push({ phase, text: next && moment === moments ? said(next) : between(before, next) });
       }
     }
     return { count: names.length, shown, names, phases: phases(names), peaks: peaks(runs, shown) };
@@ -61,8 +64,16 @@ const Lockstep = (() => {
 
   const NAMES = { [UPDATE]: "update" };
   function where(job) {
-    const [phase, unit] = job ? JSON.parse(job) : ["the step", ""];
-    return { phase: NAMES[phase] ?? phase, unit };
+    const [phase, unit] = JSON.parse(job);
+    return { phase: Object.hasOwn(NAMES, phase) ? NAMES[phase] : phase, unit };
+  }
+
+  const said = ({ phase, unit }) => [phase, unit].filter(Boolean).join(" · ");
+
+  /** Where a moment is that is no computation of all: after one, on the way to the next. */
+  function between(before, next) {
+    if (!before || !next) return `${before ? said(before) : "start"} → ${next ? said(next) : "end"}`;
+    return before.phase === next.phase ? `${said(before)} → ${next.unit}` : `${said(before)} → ${said(next)}`;
   }
 
   function phases(names) {

@@ -15,7 +15,19 @@
     find("bars").replaceChildren(
       Draw.legend(there),
       Draw.bars({ rows, bands: there, most, label: "Bytes that each rank holds, by scheme" }),
+      Draw.element("p", { class: "note kinds", text: meant(there) }),
     );
+  }
+
+  /** Which of the bands are which part of the model state, for who does not know their names. */
+  function meant(bands) {
+    const optimizer = bands.filter(({ name }) => data.kinds.optimizer.includes(name)).map(({ name }) => name);
+    const passing = bands.filter(({ name }) => !data.states.includes(name)).map(({ name }) => name);
+    const said = [
+      ...(optimizer.length ? [`${optimizer.join(", ")}: what the optimizer remembers`] : []),
+      ...(passing.length ? [`${passing.join(", ")}: there for a part of a step only`] : []),
+    ];
+    return `Bytes on one rank. ${said.join("; ")}.`;
   }
 
   opening();

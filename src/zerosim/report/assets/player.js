@@ -76,7 +76,7 @@ const Player = (() => {
       const made = element(
         "article",
         { class: "panel", "data-scheme": run.scheme, "data-ranks": run.ranks, "aria-label": `${run.scheme} on ${run.ranks} ranks` },
-        element("h3", { text: run.scheme }),
+        element("h3", { class: "sample" }, Draw.sample(look(run.scheme)), run.scheme),
         element("p", { class: "now" }, now, rate),
         drawn.element,
         element("p", { class: "words" }, verb, " ", sentence),
@@ -100,6 +100,7 @@ const Player = (() => {
       const run = runs[focused()];
       grid.set(run);
       depth.set(run);
+      find("owner").textContent = `Who owns what: ${run.scheme} on ${run.ranks} rank${run.ranks === 1 ? "" : "s"}`;
       find("ranks-left").textContent = grid.left() ? `The first ${run.ranks - grid.left()} of ${run.ranks} ranks are drawn.` : "";
       show(true);
     }
@@ -111,7 +112,7 @@ const Player = (() => {
       const index = axis.shown[focused()][state.moment];
       panels.forEach((each, i) => each.show(axis.shown[i][state.moment], state.moment));
       depth.show(index);
-      const where = `${Words.where(axis.names[state.moment])}, moment ${state.moment} of ${axis.count - 1}`;
+      const where = `${axis.names[state.moment].text}, moment ${state.moment} of ${axis.count - 1}`;
       find("position").textContent = where;
       find("scrub").value = state.moment;
       find("scrub").setAttribute("aria-valuetext", where);

@@ -12,8 +12,7 @@ const Page = (() => {
   const { own } = Draw; // of a table of counts; names may be anything
   const PLAIN = { mark: "circle", dash: null };
   const look = (scheme) => (Object.hasOwn(data.looks, scheme) ? data.looks[scheme] : PLAIN);
-  const kindOf = (band) => Object.keys(data.kinds).find((kind) => data.kinds[kind].includes(band)) ?? null;
-  return { data, find, unique, own, look, kindOf };
+  return { data, find, unique, own, look };
 })();
 
 const Replay = (() => {
@@ -76,21 +75,21 @@ const Replay = (() => {
   }
 
   /** The ring that a message went round, from what left the node: nothing in a group's, one rank's share in that of
-      all, every rank's in that of the replicas. place(rank) is its member, above(rank) the rank that hands it blocks,
-      below(rank) the one that it hands them to; span(rank, chunk) is where a chunk lies in the layer, from 0 to 1. */
+      all, every rank's in that of the replicas. place(rank) is its member, step(rank, by) the rank so many members
+      further; span(rank, chunk) is where a chunk lies in the layer, from 0 to 1. */
   function ringOf(ranks, node, { nbytes, outside }) {
     const replicas = ranks / node;
     if (node === ranks || node === 1 || outside === nbytes) {
       const step = (rank, by) => (rank + by + ranks) % ranks;
-      return { name: "all ranks", size: ranks, place: (rank) => rank, step, span: (_, chunk) => [chunk / ranks, (chunk + 1) / ranks] };
+      return { name: "all", size: ranks, place: (rank) => rank, step, span: (_, chunk) => [chunk / ranks, (chunk + 1) / ranks] };
     }
     if (outside === 0) {
       const step = (rank, by) => rank - (rank % node) + ((rank + by + node) % node);
-      return { name: "its node", size: node, place: (rank) => rank % node, step, span: (_, chunk) => [chunk / node, (chunk + 1) / node] };
+      return { name: "node", size: node, place: (rank) => rank % node, step, span: (_, chunk) => [chunk / node, (chunk + 1) / node] };
     }
     const step = (rank, by) => (rank + by * node + ranks) % ranks;
     const span = (rank, chunk) => [0, 1].map((end) => ((rank % node) * replicas + chunk + end) / ranks);
-    return { name: "its replicas", size: replicas, place: (rank) => Math.floor(rank / node), step, span };
+    return { name: "replicas", size: replicas, place: (rank) => Math.floor(rank / node), step, span };
   }
 
   /** Which chunk a rank hands on in the hop after so many, and which it has from a gather by then. */

@@ -34,8 +34,9 @@ const Words = (() => {
   /** What a collective is, in which half of an all-reduce, and over whom. */
   function collective({ name, ring, second, job }) {
     const half = name !== "all-reduce" ? "" : second ? ", second half" : ", first half";
-    return `${name}${half}${job && ring.name !== "all ranks" ? ` within ${ring.name}` : ""}`;
+    return `${name}${half}${job ? RINGS[ring.name] : ""}`;
   }
+  const RINGS = { all: "", node: " within each node", replicas: " across the nodes" };
 
   function say(run, frame) {
     const { event } = frame;
@@ -65,18 +66,14 @@ const Words = (() => {
   }
 
   /** What the ring is doing after so many hops, for the picture of who owns what. */
-  function ring({ job, unit, ring: { size, name }, ...rest }, hops) {
-    const whose = name === "all ranks" ? "the ring of all ranks" : `each ring within ${name}`;
-    const what = `${collective({ job, ring: { size, name }, ...rest })} of ${unit || "the model"}, ${whose}`;
-    if (!job) return `${what}: a few numbers that every rank needs.`;
-    const at = Math.min(hops, size - 1);
-    const done = `hop ${at} of ${size - 1}`;
-    if (job === "reduce")
-      return `${what}, ${done}: each rank hands a partial sum of one piece to the rank above it in the picture, which adds its own; after the last hop each piece has its whole sum at its owner.`;
-    return `${what}, ${done}: each rank hands on the piece that it owns and then whatever arrived; after the last hop every rank has all of them.`;
+  function ring(moving, hops) {
+    const [last, what] = [moving.ring.size - 1, `${collective(moving)} of ${moving.unit || "the model"}`];
+    if (!moving.job) return `${what}: a few numbers that every rank needs.`;
+    const done = `${what}, hop ${Math.min(hops, last)} of ${last}`;
+    if (moving.job === "reduce")
+      return `${done}: each rank hands a partial sum of one piece to the next of its ring, upwards in the picture, which adds its own; after the last hop each owner has the whole sum of its piece.`;
+    return `${done}: each rank hands the piece that it owns, and then whatever arrived, to the next of its ring, upwards in the picture; after the last hop every rank has all of them.`;
   }
 
-  const where = ({ phase, unit }) => [phase, unit].filter(Boolean).join(" · ");
-
-  return { say, ring, where, collective };
+  return { say, ring, collective };
 })();
