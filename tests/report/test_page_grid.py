@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 import pytest
 
 from pages import CASES, Tab, in_browser
 from zerosim.bands import Band
 from zerosim.records.results import SchemeRecord
-from zerosim.stages import Over, Stage
+from zerosim.stages import Stage
 
 pytestmark = [pytest.mark.usefixtures("shapes_unchecked"), in_browser]
 
@@ -184,12 +183,3 @@ def test_a_block_moves_between_two_ranks(tab: Tab) -> None:
         else:
             tab.wait(between)
             tab.wait("document.getElementById('hop').value === document.getElementById('hop').max")
-
-
-def test_pieces_of_two_axes_lie_in_each_other() -> None:
-    """What the grid draws of a row with two axes: a rank's piece of the optimizer is a part of its gradients' piece."""
-    row = CASES["nodes"]().scheme("half").row
-    assert (row.optimizer, row.grads) == (Over.ALL, Over.GROUP)
-    for rank in range(4):
-        (small, many), (large, few) = (row.piece(KINDS[kind], rank, 4, 2) for kind in ("optimizer", "grads"))
-        assert Fraction(large, few) <= Fraction(small, many) < Fraction(large + 1, few)

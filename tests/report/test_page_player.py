@@ -169,7 +169,7 @@ def test_it_stops_at_each_peak_if_asked(tab: Tab) -> None:
 
 
 def test_buttons(tab: Tab) -> None:
-    """Play runs to the end and stops, pause holds, the others move by one or to an end; a strip goes where it is hit."""
+    """Play runs to the end, pause holds, the others move by one or to an end; a strip goes to where it is hit."""
     tab.open()
     end = tab.last()
     assert tab.position() == 0
