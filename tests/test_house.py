@@ -73,20 +73,7 @@ LONG = {
 }
 
 KNOW_TORCH = ["worlds/torch_ring", "frameworks/", "torch_models/", "planner/", "conformance/", "checkpoints/dcp"]
-HEAVY = {
-    "jaxtyping",
-    "torch",
-    "transformers",
-    "numba",
-    "matplotlib",
-    "plotly",
-    "sklearn",
-    "scipy",
-    "pandas",
-    "click",
-    "rich",
-    "jax",
-}
+HEAVY = {"jaxtyping", "torch", "transformers", "numba", "matplotlib", "sklearn", "scipy", "click", "rich", "jax"}
 
 
 # -- reading the imports
