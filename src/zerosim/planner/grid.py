@@ -67,9 +67,9 @@ def _ranks(question: Question, params: int) -> list[int]:
 
 
 def _sequences(asked: int, longest: int | None) -> list[int | None]:
-    return [
-        each for each in (asked // 2, asked, 2 * asked) if each and (each <= asked or longest is None or each <= longest)
-    ]
+    """Half and twice the length that was asked for, the latter if the model takes so many."""
+    double = [2 * asked] if longest is None or 2 * asked <= longest else []
+    return [*([asked // 2] if asked > 1 else []), asked, *double]
 
 
 def _checkpoints(source: ModelSource, question: Question, advance: Advance) -> Iterator[str]:

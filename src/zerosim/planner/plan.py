@@ -168,7 +168,7 @@ def _model(runner: Runner) -> ModelRecord:
 def cell(
     runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster, *, blame: bool = True
 ) -> Cell:  # fmt: skip
-    """A step without a limit, so that its peak is known, and to ``blame`` what a card that is too small has no room for."""
+    """A step without a limit, so that its peak is known; to ``blame``, what a card too small for it has no room for."""
     question = runner.question
     ran = runner.run(row, ranks)
     sequence = question.sequence or runner.source.sequence

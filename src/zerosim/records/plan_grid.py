@@ -32,7 +32,8 @@ class Axes(Record):
     @property
     def points(self) -> int:
         """How many steps there are to run, the rows that make no sense among so few ranks included."""
-        return prod(map(len, (self.rows, self.ranks, self.micro_batches, self.sequences, self.checkpoints)))
+        each = self.rows, self.ranks, self.micro_batches, self.sequences, self.checkpoints
+        return prod(len(choices) for choices in each)
 
 
 class Move(Record, array_like=True):

@@ -1,0 +1,7 @@
+"""placeholder"""
+
+from zerosim.records.plan_grid import Grid
+
+
+def page(grid: Grid) -> str:
+    return ""
