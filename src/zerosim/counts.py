@@ -60,6 +60,7 @@ class Event(NamedTuple):
     seconds: float  # since the step began
     phase: Phase  # what the step was busy with
     amount: int = 0  # messages of a SEND, FLOPs of a COMPUTE; per rank
+    outside: int = 0  # bytes of a SEND that left each node, by all of its ranks
 
 
 @dataclass(frozen=True)

@@ -140,10 +140,12 @@ class Ledger:
 
     def _sent(self, sending: _Sending) -> None:
         traffic, sent = sending.traffic, sending.traffic.sent_each - sending.sent
+        outside = sent * sending.leaving
         if sending.leaving:
             traffic.outside += sent * np.asarray(sending.leaves, np.int64)
-            traffic.node_outside += sent * sending.leaving
-        self._log(EventKind.SEND, sending.collective, sending.unit, sent, traffic.messages - sending.messages)
+            traffic.node_outside += outside
+        messages = traffic.messages - sending.messages
+        self._log(EventKind.SEND, sending.collective, sending.unit, sent, messages, outside)
 
     # -- work and time
 
@@ -167,9 +169,10 @@ class Ledger:
         self._log(EventKind.COMPUTE, self.phase, unit, 0, self._uncredited)
         self._uncredited = 0
 
-    def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, amount: int = 0) -> None:
+    def _log(self, kind: EventKind, name: str, unit: str, nbytes: int, amount: int = 0, outside: int = 0) -> None:
         seconds = self._clock() - self._started
-        event = _NEW(Event, (kind, name, unit, nbytes, self.total, seconds, self.phase, amount))  # half Event's time
+        entry = kind, name, unit, nbytes, self.total, seconds, self.phase, amount, outside
+        event = _NEW(Event, entry)  # in half of Event's own time
         self._open.events.append(event)
         for listener in self.listeners:
             listener(event)

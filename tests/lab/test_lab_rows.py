@@ -209,6 +209,19 @@ def test_records_that_contradict_themselves_are_refused(
     assert not reasons if reason is None else any(reason in each for each in reasons), reasons
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("send", "leave each node, by its record"), ("hold", "nothing leaves a node but what is sent")]
+)
+def test_a_log_that_sends_other_bytes_out_of_a_node_is_refused(found: Results, kind: str, reason: str) -> None:
+    """What the entries of a log say left a node comes to what the step's record says, and only messages leave."""
+    first, *others = found.schemes
+    at = next(index for index, event in enumerate(first.events) if event.kind == kind)
+    events = [replace(event, outside=event.outside + 1) if i == at else event for i, event in enumerate(first.events)]
+    reasons = list(contradictions(replace(found, schemes=[replace(first, events=events), *others])))
+    assert len(reasons) == 1
+    assert reason in reasons[0]
+
+
 def test_distances_between_orders_belong_to_their_steps(found: Results) -> None:
     """One that is missing, or of a row that is first of no order, is refused."""
     for between in (found.between_orders[:1], [replace(each, scheme="ZeRO-3") for each in found.between_orders]):

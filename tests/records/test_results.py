@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from zerosim import stages
 from zerosim.lab import suite as lab
 from zerosim.records import results
 from zerosim.records.files import ResultsError, write_whole
@@ -34,6 +35,23 @@ def test_what_was_saved_is_what_is_loaded(found: results.Results, tmp_path: Path
     results.save(found, path)
     assert results.load(path) == found
     assert json.loads(path.read_text())["schema"] == results.SCHEMA
+
+
+def test_a_log_says_which_ring_each_message_took(tmp_path: Path) -> None:
+    """Within nodes nothing leaves, among replicas every rank's bytes do, in the ring of all one rank's."""
+    rows = stages.ZeRO3, stages.HSDP
+    settings = Settings(
+        ranks=6, steps=1, batch=1, seed=1, model_seed=0, precision="mixed", wire="fp32", gather="layer",
+        data="noise", capacity=None, widths=[5, 7], node=3,
+    )  # fmt: skip
+    results.save(lab.run(settings, rows=rows), tmp_path / "results.json")
+    every, groups = results.load(tmp_path / "results.json").schemes
+    leaves = [
+        [event.outside // event.nbytes for event in each.events if event.kind == "send"] for each in (every, groups)
+    ]
+    assert leaves == [[1, 1, 1], [0, 0, 0, 3, 3]]  # gather twice and reduce; and over the two replicas an all-reduce
+    for record in (every, groups):
+        assert sum(event.outside for event in record.events) == record.steps[-1].node_outside()
 
 
 def test_a_run_that_diverged_can_be_read(found: results.Results, tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
             sent = max(map(sum, zip(*(moved.sent for moved in last.traffic if moved.collective == name), strict=False)))
             if sent != _sent(record.events, name):
                 yield f"its log sends {_sent(record.events, name):,} B by {name}, its record {sent:,}"
+            left = sum(moved.node_outside for moved in last.traffic if moved.collective == name)
+            logged = sum(event.outside for event in record.events if event.name == name)
+            if left != logged:
+                yield f"by its log {logged:,} B of {name} leave each node, by its record {left:,}"
     else:
         yield from _log(record.events)
 
@@ -170,6 +174,8 @@ def _log(events: Sequence[EventRecord], resident: int | None = None, peak: int |
         yield "the clock of its log runs backwards"
     if any(event.nbytes for event in events if event.kind == EventKind.COMPUTE):
         yield "what is computed moves no bytes"
+    if any(event.outside and event.kind != EventKind.SEND for event in events):
+        yield "nothing leaves a node but what is sent"
     changes = [event.nbytes * {EventKind.HOLD: 1, EventKind.FREE: -1}.get(event.kind, 0) for event in events]  # type: ignore[call-overload]
     before = [events[0].held - changes[0], *(event.held for event in events[:-1])] if events else []
     for number, (event, held, change) in enumerate(zip(events, before, changes, strict=True), start=1):

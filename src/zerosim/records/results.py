@@ -105,7 +105,11 @@ class Prediction(Record):
 
 
 class EventRecord(Record, array_like=True):
-    """One entry of a step's log, as an array: kind, name, unit, bytes, bytes held after it, seconds, phase."""
+    """One entry of a step's log, as an array: kind, name, unit, bytes, bytes held after it, seconds, phase, outside.
+
+    ``outside`` is what left each node by all of its ranks, and with the bytes of one rank says which ring it was:
+    nothing leaves in the group's, one rank's share in that of all, every rank's in that of the replicas.
+    """
 
     kind: str
     name: str
@@ -114,6 +118,7 @@ class EventRecord(Record, array_like=True):
     held: Count
     seconds: float
     phase: str
+    outside: Count = 0
 
 
 class OutOfMemoryRecord(Record):
