@@ -113,7 +113,9 @@ class Planned:
             if advance is not None:
                 advance(doing)
 
-        made, _ = plan_files.content(path, ending, self._source, self.record, told, None if row is None else row.name, gpus)
+        made, _ = plan_files.content(
+            path, ending, self._source, self.record, told, None if row is None else row.name, gpus
+        )
         write_whole(path, made)
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,39 +6,26 @@ Owns ``plan``. Where the planner speaks of what is typed on a command line, ``--
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import msgspec
-
-from zerosim.api import plan_files
 from zerosim.api.plan_arguments import (
     Gpus,
     card_named,
     in_callers_words,
-    in_python,
     name_of,
     nbytes_of,
     rate_of,
     source_of,
     typed_gpus,
 )  # fmt: skip
+from zerosim.api.planned import Planned
 from zerosim.planner import conventions, job_config, question
 from zerosim.planner import plan as planner
-from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import RECIPES
-from zerosim.records import plan as records
-from zerosim.records.files import write_whole
-from zerosim.records.plan import Cell
 from zerosim.records.question import Finetuning, FrozenDType, Network, Question
 from zerosim.stages import Stage
-from zerosim.util import arguments, sizes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from zerosim.util import arguments
 
 
 def plan(

@@ -78,15 +78,9 @@ def _frames(step: PlannedStep, band: str, unit: str, phase: str) -> list[dict[st
 
 def _segment(address: int, nbytes: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
     """An allocation that is there in the end, in a segment that it fills."""
-    block = {
-        "address": address,
-        "size": nbytes,
-        "requested_size": nbytes,
-        "state": "active_allocated",
-        "frames": frames,
-    }
+    block = {"address": address, "size": nbytes, "requested_size": nbytes, "state": "active_allocated"}
     return {
         "device": 0, "address": address, "total_size": nbytes, "allocated_size": nbytes, "active_size": nbytes,
         "requested_size": nbytes, "stream": 0, "segment_type": "small" if nbytes <= SMALL else "large",
-        "segment_pool_id": (0, 0), "is_expandable": False, "frames": frames, "blocks": [block],
+        "segment_pool_id": (0, 0), "is_expandable": False, "frames": frames, "blocks": [{**block, "frames": frames}],
     }  # fmt: skip
