@@ -6,6 +6,8 @@ of its own would have. Must not know how a grid is shown.
 
 from __future__ import annotations
 
+import operator
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -25,6 +27,8 @@ from zerosim.records.question import Question
 MICRO_BATCHES = (1, 2, 4, 8)
 CHECKPOINTS = ("none", "selective", "full")
 MOST_EVENTS = 1_000_000  # of all steps together: they take about a minute
+MOST_SECONDS = 180  # after which no more shapes are measured, which takes long where a model computes token by token
+LATE = "some choices: measuring the model takes long. What was measured is kept, so that another run gets further"
 _GIVEN_UP = ("ranks", "micro_batches", "sequences", "checkpoints")  # of axes that are equally long, the first
 
 Advance = Callable[[str], None]
@@ -90,11 +94,19 @@ def _longest(found: Axes) -> str | None:
 
 
 def make(source: ModelSource, plan: Plan, chosen: Axes, advance: Advance) -> Grid:
-    """Run a step for every point of the axes. What cannot be run has no cell, and the reasons are kept, each once."""
+    """Run a step for every point of the axes, what was asked first. What cannot be run, or would take too long, has no
+    cell, and the reasons are kept, each once."""
     logs = Logs()
     cells: list[GridCell] = []
     left_out: dict[str, None] = {}
-    for sequence, checkpoint, rows in product(chosen.sequences, chosen.checkpoints, chosen.micro_batches):
+    asked_for = plan.model.sequence, plan.question.checkpoint, plan.question.micro_batch
+    points = product(chosen.sequences, chosen.checkpoints, chosen.micro_batches)
+    began = time.monotonic()
+    for point in sorted(points, key=lambda point: sum(map(operator.ne, point, asked_for))):
+        sequence, checkpoint, rows = point
+        if point != asked_for and time.monotonic() - began > MOST_SECONDS:
+            left_out.setdefault(LATE)
+            break
         asked: Any = {"checkpoint": checkpoint, "micro_batch": rows}
         if sequence != plan.model.sequence:
             asked["sequence"] = sequence

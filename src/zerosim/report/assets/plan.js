@@ -10,6 +10,7 @@
   const size = Draw.short;
   const at = (id) => document.getElementById(id);
   const AXES = ["row", "ranks", "rows", "sequence", "checkpoint"];
+  const NAMES = { row: "scheme", ranks: "gpus", rows: "micro-batch", sequence: "seq", checkpoint: "checkpoint" };
   const SIGNS = { fits: "✓", tight: "~", none: "✗", host: "✗", "": "–" };
   const plural = (count, one) => `${count.toLocaleString("en-US")} ${one}${count === 1 ? "" : "s"}`;
   const whole = (count) => count.toLocaleString("en-US");
@@ -171,6 +172,7 @@
       const go = element("button", { type: "button", text: words(target, differing(chosen, target)), on: { click: () => choose(target, true) } });
       return element("li", {}, before, go, after);
     });
+    at("advice-title").textContent = cellAt(chosen)?.verdict === "fits" ? "What else fits" : "What would help";
     at("steps").replaceChildren(...lines);
   }
 
@@ -191,7 +193,7 @@
     strip = Draw.strip({
       held: log.moments.slice(from, to),
       bands: data.bands,
-      most: 1.06 * (inView ? Math.max(cell.peak, memory) : cell.peak),
+      most: 1.12 * (inView ? Math.max(cell.peak, memory) : cell.peak),
       peak: { at: log.top - from, text: size(cell.peak) },
       phases: log.phases
         .filter((each) => each.to > from && each.from < to)
@@ -212,7 +214,7 @@
     moment = place;
     const { log, from } = view;
     const { change, band, unit, phase } = log.said[place];
-    const what = place ? `${change > 0 ? "holds" : "frees"} ${exact(Math.abs(change))} of ${band}${unit ? ` for ${unit}` : ""}, ${phase}` : "before the step";
+    const what = place ? `${change > 0 ? "holds" : "frees"} ${exact(Math.abs(change))} of ${band}${unit ? ` for ${unit}` : ""}${phase === "other" ? "" : `, ${phase}`}` : "before the step";
     const text = `${exact(total(log.moments[place]))} held at moment ${whole(place)} of ${whole(log.moments.length - 1)}${place === log.top ? ", the peak" : ""}\n${what}`;
     at("moment").value = place;
     at("moment").setAttribute("aria-valuetext", text);
@@ -267,7 +269,7 @@
       return [element("tr", { class: row === chosen.row ? "chosen" : "", "data-peak": cell.peak }, element("th", { scope: "row" }, go), element("td", {}, stackOf(cell, most)), ...(memory ? [first] : []), ...rest)];
     });
     const heads = ["scheme", "at the peak, by band", ...(memory ? ["room"] : []), "at rest", "peak", "sent a step", "about a step"];
-    at("rows").replaceChildren(headed(...heads), element("tbody", {}, ...lines));
+    at("every").replaceChildren(headed(...heads), element("tbody", {}, ...lines));
     at("schemes").hidden = !lines.length;
   }
 
@@ -307,11 +309,11 @@
         at("sliders").append(element("p", { class: "only" }, element("span", { class: "small", text: title }), element("b", { text: text(values[0]) })));
         continue;
       }
-      const output = element("output", { id: `${axis}-now`, for: axis });
-      const input = element("input", { id: axis, type: "range", min: 0, max: values.length - 1, step: 1 });
+      const output = element("output", { for: NAMES[axis] });
+      const input = element("input", { id: NAMES[axis], type: "range", min: 0, max: values.length - 1, step: 1 });
       input.addEventListener("input", () => choose({ ...chosen, [axis]: Number(input.value) }));
       const ticks = element("span", { class: "ticks", "aria-hidden": "true" }, ...values.map((each) => element("span", { text: whole(each) })));
-      at("sliders").append(element("label", { for: axis }, element("span", { text: title }), output, input, ticks));
+      at("sliders").append(element("label", { for: NAMES[axis] }, element("span", { text: title }), output, input, ticks));
       sliders[axis] = { input, show: (place) => {
         input.value = place;
         output.textContent = text(values[place]);
@@ -362,7 +364,6 @@
 
   // -- the address
 
-  const NAMES = { row: "scheme", ranks: "gpus", rows: "micro-batch", sequence: "seq", checkpoint: "checkpoint" };
   function toAddress() {
     const pairs = AXES.filter((axis) => value(chosen, axis) !== null).map((axis) => [NAMES[axis], String(value(chosen, axis))]);
     return `#${new URLSearchParams(pairs)}`;
