@@ -73,7 +73,7 @@ LONG = {
 }
 
 KNOW_TORCH = ["worlds/torch_ring", "frameworks/", "torch_models/", "planner/", "conformance/", "checkpoints/dcp"]
-HEAVY = {"torch", "transformers", "numba", "matplotlib", "plotly", "sklearn", "scipy", "pandas", "click", "rich", "jax"}
+HEAVY = {"torch", "transformers", "numba", "matplotlib", "sklearn", "scipy", "pandas", "click", "rich", "jax"}
 
 
 # -- reading the imports

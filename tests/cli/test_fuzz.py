@@ -70,12 +70,11 @@ def card(found: Results) -> Results:
 
 @pytest.fixture(autouse=True)
 def nothing_slow(monkeypatch: pytest.MonkeyPatch, found: Results) -> None:
-    """The lab's run, once; no figures, no charts' library, no real ranks, no plans: none of it is what is tested."""
+    """The lab's run, once; no figures, no real ranks, no plans: none of it is what is tested."""
 
     def refuse(*_: object) -> None:
         raise ValueError("nothing is run here")
 
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     monkeypatch.setattr(lab_command, "_run", lambda *_: found)
     monkeypatch.setattr(plots, "figures", lambda _: {})
     monkeypatch.setattr(corroboration, "_run", refuse)
@@ -378,12 +377,11 @@ def test_whatever_is_typed_ends_in_words(found: Results, line: list[str]) -> Non
 PREPARED = """
 import os, resource, signal, sys
 from pathlib import Path
-import msgspec, plotly.offline
+import msgspec
 from zerosim.cli import lab as lab_command, main as cli
 from zerosim.records import results
 from zerosim.report import lab_console as console, plots
 
-plotly.offline.get_plotlyjs = lambda: ""
 plots.figures = lambda found: {}
 console.show = lambda *_, **__: None
 found = results.load(Path(sys.argv[1]))

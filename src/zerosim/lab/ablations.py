@@ -89,14 +89,14 @@ def whole_model_bucket(settings: Settings, model: MLP) -> dict[str, Drift]:
 def _drift(settings: Settings, model: MLP, *sides: tuple[Stage, Options]) -> Drift:
     """Two runs on the same batches: how far the second's fp32 parameters are from the first's after each step."""
     one, other = (row(model, settings.ranks, options) for row, options in sides)
-    differing, largest = [], []
+    differing, largest, losses = [], [], []
     for batch in batches_of(settings, settings.ranks, settings.steps):
         one.step(batch)
-        other.step(batch)
+        losses.append(other.step(batch))
         count, distance = _distance(one.full_theta(), other.full_theta())
         differing.append(count)
         largest.append(distance)
-    return Drift(differing=differing, largest=largest)
+    return Drift(differing=differing, largest=largest, losses=losses)
 
 
 def _distance(one: Array, other: Array) -> tuple[int, float]:

@@ -12,10 +12,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # bytes, operations, e
 
 
 class Drift(Record):
-    """How far the master weights of one run are from another's after each step."""
+    """How far the master weights of one run are from another's after each step, and what its losses were."""
 
     differing: list[Count]
     largest: list[float]
+    losses: list[float] = msgspec.field(default_factory=list)
 
 
 class WholeModelGather(Record):

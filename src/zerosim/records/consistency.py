@@ -265,6 +265,8 @@ def _ablations(results: Results) -> Iterator[str]:
     for drift in drifts:
         if not len(drift.differing) == len(drift.largest) == results.settings.steps:
             yield f"a drift is given after each of the {results.settings.steps} steps"
+        if len(drift.losses) not in (0, results.settings.steps):
+            yield f"losses with a rule broken are those of {results.settings.steps} steps"
         if any(distance < 0 for distance in drift.largest):
             yield "a drift is negative"
 

@@ -4,7 +4,8 @@ Owns that rule, for figures and for the page. Must not know schemes: a row of on
 nobody else, whatever its name.
 
 Colours repeat after eight places and marks after eleven, so no two of 88 schemes share both; a
-line whose colour has been used is dashed.
+line whose colour has been used is dashed. On a page, which has no colours for schemes, dashes repeat after
+seven places, so that no two of 77 share dash and symbol.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from typing import NamedTuple
 
 from zerosim.report.colors import PLACES
 
-# Each mark by the name that matplotlib has for it, and the one that plotly has.
+# Each mark by the name that matplotlib has for it, and the one that a page has.
 _MARKS = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
     "*": "star", "p": "pentagon", "h": "hexagon", "<": "triangle-left",
 }  # fmt: skip
-_LINES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
+_LINES = ("-", "--", ":", "-.")
+_DASHES = ("", "9 4", "2 4", "10 4 2 4", "16 4", "10 3 2 3 2 3", "5 3")
 
 
 class Look(NamedTuple):
-    """A scheme's colour, its mark and its line; ``symbol`` and ``dash`` are plotly's names for the latter two."""
+    """A scheme's colour, mark and line in figures; on a page, where colour is left to bands, its symbol and dash.
+
+    ``dash`` is SVG's stroke-dasharray: lengths of dashes and gaps in pixels, nothing for a solid line.
+    """
 
     color: str
     marker: str
@@ -39,7 +44,7 @@ def look(place: int) -> Look:
     ('o', 'p', True)
     """
     marker, symbol = list(_MARKS.items())[place % len(_MARKS)]
-    line, dash = list(_LINES.items())[place // len(PLACES) % len(_LINES)]
+    line, dash = _LINES[place // len(PLACES) % len(_LINES)], _DASHES[place % len(_DASHES)]
     return Look(PLACES[place % len(PLACES)], marker, symbol, line, dash)
 
 

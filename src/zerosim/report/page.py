@@ -1,36 +1,34 @@
 """The page: records in, one self-contained HTML file out, which opens offline.
 
-Owns the words of ``report.html`` and how its parts are put together; ``page_tables.py`` has
-the tables, ``assets/`` the template, the style and the script that draws the charts and the step
-player. Computes nothing but units. Must not know the simulator.
-
-What comes from outside enters as the text of an element, which is escaped when the tree is
-written, or as JSON without any character that an HTML parser acts on. A policy in the page
-lets the browser run these scripts alone, and fetch nothing.
+Owns the words of ``report.html``; ``page_tables.py`` has the tables, ``assets/`` the template, the styles and the
+scripts that draw, ``offline.py`` puts them together. Computes nothing but units and ratios. Must not know the
+simulator.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterator
-from importlib.resources import files
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 from xml.etree import ElementTree as Tree
 
-import msgspec
 from msgspec.structs import replace
 
 from zerosim.bands import MODEL_STATES, WIRES
 from zerosim.records.files import write_whole
-from zerosim.records.results import OWN, Check, Results
+from zerosim.records.results import OWN, Check, EventRecord, Results
+from zerosim.report import band_colors, trace
 from zerosim.report import colors as palette
-from zerosim.report import trace
+from zerosim.report.lanes import lanes
 from zerosim.report.looks import looks
+from zerosim.report.offline import offline
+from zerosim.report.ownership import bands_of, declared
 from zerosim.report.page_tables import element, summary, tables, written
+from zerosim.stages import Stage
+from zerosim.util import sizes
 
+STYLES = ("page.css",)
+SCRIPTS = ("replay.js", "lockstep.js", "words.js", "grid.js", "lanes.js", "depth.js", "player.js", "charts.js", "page.js")
 SHOWN_FAILURES = 200
 _CLAIMS = {
     Check.SAME_TRAINING: "All schemes hold the same bits on all ranks, after every step.",
@@ -39,52 +37,30 @@ _CLAIMS = {
 
 
 def page(results: Results) -> str:
-    """The whole page. Raises ModuleNotFoundError where plotly, whose script it carries, is not installed."""
-    from plotly.offline import get_plotlyjs
-
-    room = files("zerosim.report") / "assets"
-    style, script, template = (
-        (room / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "template.html")
-    )
-    # The parser reads line ends as line feeds, and it is the parser's text that the browser hashes.
-    scripts = [part.replace("\r\n", "\n").replace("\r", "\n") for part in (get_plotlyjs(), script)]
-    settings = results.settings
-    return Template(template).substitute(
-        policy=" ".join(map(_allowed, scripts)),
-        title=written(
-            element("title", f"zerosim: {results.n_params:,} parameters on {_some(settings.ranks, 'virtual GPU')}")
-        ),
-        style=style,
-        head=written(*_head(results)),
-        tables=written(*tables(results)),
-        foot=written(_foot(results)),
-        data=_inert(_data(results)),
-        plotly=scripts[0],
-        script=scripts[1],
-    )
+    """The whole page."""
+    ranks = _some(results.settings.ranks, "virtual GPU")
+    parts = {
+        "title": written(element("title", f"zerosim: {results.n_params:,} parameters on {ranks}")),
+        "opening": written(_opening(results)),
+        "verdicts": written(*_verdicts(results)),
+        "summary": written(_asked(results), *summary(results)),
+        "tables": written(*tables(results)),
+        "foot": written(_foot(results)),
+    }
+    return offline("template.html", parts, _data(results), STYLES, SCRIPTS)
 
 
 def save_page(results: Results, path: Path) -> None:
-    """Write ``report.html``, whole or not at all. OSError if that cannot be, ModuleNotFoundError without plotly."""
+    """Write ``report.html``, whole or not at all. OSError if that cannot be."""
     write_whole(path, page(results).encode())
 
 
 # -- for the script
 
 
-def _allowed(script: str) -> str:
-    """The policy's source expression for this very script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _inert(value: object) -> str:
-    """JSON in which an HTML parser finds no end of a script, no comment and no entity."""
-    text = msgspec.json.encode(value).decode()
-    return text.translate({ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
-
-
 def _data(results: Results) -> dict[str, Any]:
-    """What is drawn: records as they are, and the colours."""
+    """What is drawn: records as they are, who owns what, and how bands and schemes look."""
+    names = [record.name for record in results.schemes]
     return {
         "settings": results.settings,
         "parameters": results.n_params,
@@ -93,36 +69,63 @@ def _data(results: Results) -> dict[str, Any]:
         "differences": results.differences,
         "sweep": [replace(row, events=[]) for row in results.sweep],  # these are among the runs
         "ablations": results.ablations,
+        "held": list(_held(results)),
         "runs": list(_runs(results)),
-        "colours": palette.BANDS,
-        "looks": {name: look._asdict() for name, look in looks(record.name for record in results.schemes).items()},
+        "bands": [{"name": band, "color": f"var({band_colors.variable(band)})"} for band in _bands(results)],
+        "looks": {name: {"mark": look.symbol, "dash": look.dash or None} for name, look in looks(names).items()},
+        "kinds": bands_of(),
         "states": MODEL_STATES,
     }
 
 
+def _bands(results: Results) -> list[str]:
+    """All bands that can be drawn, in the order of a stack: the palette's, and whatever else a file has."""
+    logs = [record.events for record in results.schemes] + [row.events for row in results.sweep]
+    moved = (event.name for log in logs for event in log if event.kind in ("hold", "free"))
+    held = (band for each in _held(results) for side in ("rest", "peak") for band in each[side])
+    return list(dict.fromkeys([*map(str, palette.BANDS), *held, *moved]))
+
+
+def _held(results: Results) -> Iterator[dict[str, Any]]:
+    """What each scheme holds at rest and at its peak; where memory ran out, what it held then and asked for."""
+    for record in results.schemes:
+        shortage = record.out_of_memory
+        last = record.steps[-1] if record.steps and not shortage else None
+        yield {
+            "scheme": record.name,
+            "rest": last.resident if last else {},
+            "peak": last.peak.by_band if last else shortage.on_card if shortage else {},
+            "shortage": shortage,
+        }
+
+
 def _runs(results: Results) -> Iterator[dict[str, Any]]:
     """What the player can replay: the events of a step, what they start from, and the peak that was recorded."""
-    ranks = results.settings.ranks_in(results.settings.steps)
+    settings = results.settings
+    ranks = settings.ranks_in(settings.steps)
     for record in results.schemes:
         last = record.steps[-1] if record.steps and not record.out_of_memory else None
+        events = trace.until_out_of_memory(record.events, record.out_of_memory)
         yield {
-            "ranks": ranks,
-            "scheme": record.name,
             "start": trace.start(record.steps[-1].resident if record.steps else {}, record.out_of_memory),
-            "events": trace.until_out_of_memory(record.events, record.out_of_memory),
             "peak": last.peak.total if last else None,
             "shortage": record.out_of_memory,
-        }
+        } | _run(record.row, ranks, settings.node, events)
+    rows = {record.name: record.row for record in results.schemes}
     for row in results.sweep:
-        if row.ranks != results.settings.ranks and row.events:
-            yield {
-                "ranks": row.ranks,
-                "scheme": row.scheme,
-                "start": row.resident_by_band,
-                "events": row.events,
-                "peak": row.peak,
-                "shortage": None,
-            }
+        if row.ranks != settings.ranks and row.events and row.scheme in rows:
+            start = {"start": row.resident_by_band, "peak": row.peak, "shortage": None}
+            yield start | _run(rows[row.scheme], row.ranks, settings.node, row.events)
+
+
+def _run(row: Stage, ranks: int, node: int | None, events: Sequence[EventRecord]) -> dict[str, Any]:
+    return {
+        "scheme": row.name,
+        "ranks": ranks,
+        "row": declared(row, ranks, node),
+        "events": events,
+        "lanes": lanes(events),
+    }
 
 
 # -- the words above and below
@@ -132,7 +135,27 @@ def _some(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
 
 
-def _head(results: Results) -> Iterator[Tree.Element]:
+def _opening(results: Results) -> Tree.Element:
+    """What ZeRO is, for somebody who has never heard of it, and what came of it here."""
+    text = (
+        f"To train one model on {_some(results.settings.ranks, 'GPU')}, plain data parallelism keeps all of it on every "
+        "GPU: the parameters, their gradients and what the optimizer remembers of each. ZeRO lets a GPU keep only its "
+        "own share of these and fetch the rest when it is needed"
+    )
+    whole = results.base()
+    rest = {record.name: sum(step.resident.values()) for record, step in results.completed()}
+    if whole and len(rest) > 1 and (least := min(rest, key=lambda name: rest[name])) != whole.name:
+        text += (
+            f": here {least} holds {sizes.text(rest[least])} between steps where {whole.name} holds "
+            f"{sizes.text(rest[whole.name])}"
+        )
+        if not results.failures and not results.nothing_compared(Check.SAME_TRAINING) and not results.parting():
+            text += ", and after every step both have learned the same, bit for bit"
+    return element("p", f"{text}.", class_="lead")
+
+
+def _asked(results: Results) -> Tree.Element:
+    """What was run, in one sentence."""
     settings = results.settings
     rows = f" of {_some(settings.batch, 'row')} per rank" if settings.batch else ""
     runs = f"{_some(settings.ranks, 'virtual GPU')}: {_some(settings.steps, 'step')}{rows}"
@@ -144,19 +167,22 @@ def _head(results: Results) -> Iterator[Tree.Element]:
     more = f", parameters are sent in {settings.wire_params}" if settings.wire_params else ""
     more += f", nodes of {settings.node}" if settings.node else ""
     more += f"; {said}" if (said := settings.said()) else ""
-    yield element(
+    return element(
         "p",
         f"{results.n_params:,} parameters on {runs}; {options}, gathered by {settings.gather}{more}{card}.",
-        class_="lead",
+        class_="asked",
     )
-    yield element("ul", *(_verdict(results, check) for check in _CLAIMS), class_="verdicts")
+
+
+def _verdicts(results: Results) -> Iterator[Tree.Element]:
+    """Whether each check holds, and what failed."""
+    yield element("ul", *(_verdict(results, check) for check in _CLAIMS), class_="cards")
     failed = results.failures
     if failed:
         shown = [element("li", str(failure)) for failure in failed[:SHOWN_FAILURES]]
         if len(failed) > SHOWN_FAILURES:
             shown.append(element("li", f"and {len(failed) - SHOWN_FAILURES:,} more, in results.json"))
         yield element("ol", *shown, id="failures", class_="failures", tabindex="0", aria_label="Failures")
-    yield from summary(results)
 
 
 def _verdict(results: Results, check: str) -> Tree.Element:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 
 from zerosim.bands import MODEL_STATES
 from zerosim.records.files import write_whole
 from zerosim.records.results import EventRecord, OutOfMemoryRecord, Results, SchemeRecord
+from zerosim.report.lanes import spans
 
 SHOWN_RANKS = 64  # of each scheme: all ranks do the same at the same time, and a viewer has its limits
 TRACKS = ("compute", "communication")
@@ -82,31 +83,6 @@ def until_out_of_memory(events: Sequence[EventRecord], shortage: OutOfMemoryReco
 # -- entries
 
 
-class _Span(NamedTuple):
-    """A piece of work: its track, the second at which it began and the event that ended it."""
-
-    track: Literal["compute", "communication"]
-    begin: float
-    end: EventRecord
-
-
-def _spans(events: Sequence[EventRecord]) -> Iterator[_Span]:
-    """What was computed and sent, in order.
-
-    The log says when a piece of work was done. It began with the first event of its phase
-    since the piece before; if it is itself the first, then with the event before it.
-    """
-    phase, begin, before = "", 0.0, 0.0
-    for event in events:
-        if event.phase != phase:
-            phase = event.phase
-            begin = event.seconds if event.kind in ("hold", "free") else before
-        if event.kind in ("compute", "send"):
-            yield _Span("compute" if event.kind == "compute" else "communication", begin, event)
-            begin = event.seconds
-        before = event.seconds
-
-
 def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
     """Every entry that has a time, with its track, in order of time; the same for every rank."""
     resident = record.steps[-1].resident if record.steps else {}
@@ -114,13 +90,13 @@ def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
     pieces: list[tuple[float, str, Entry]] = [
         (seconds, "compute", entry) for seconds, entry in _memory(start(resident, record.out_of_memory), events)
     ]
-    for span in _spans(events):
-        category = {"name": f"{span.end.name} {span.end.unit}".strip(), "cat": span.track}
+    for span in spans(events):
+        category = {"name": f"{span.end.name} {span.end.unit}".strip(), "cat": span.lane}
         arguments: Entry = {"unit": span.end.unit, "phase": span.end.phase}
-        if span.track == "communication":
+        if span.lane == "communication":
             arguments |= {"bytes sent": span.end.nbytes}
-        pieces.append((span.begin, span.track, {"ph": "B", **category, "args": arguments}))
-        pieces.append((span.end.seconds, span.track, {"ph": "E", **category}))
+        pieces.append((span.begin, span.lane, {"ph": "B", **category, "args": arguments}))
+        pieces.append((span.end.seconds, span.lane, {"ph": "E", **category}))
     if record.out_of_memory:
         shortage = record.out_of_memory
         label = f"out of memory: {shortage.asked} B of {shortage.band} asked"

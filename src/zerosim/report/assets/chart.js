@@ -1,20 +1,22 @@
 /* Lines with marks, on top of draw.js. It knows shapes and scales; not what is measured, nor any page.
 
-   Draw.chart({ label, x, y, series, height = 320, reading, hint, rules = [] })  returns an element
+   Draw.chart({ label, x, y, series, height = 320, reading, hint, snap, rules = [] })  returns an element
      x, y      { scale: "linear" | "log", base, domain: [low, high], ticks, format, title }; ticks and format may be left out
      series    [{ name, points: [{ x, y, ... }], dash, mark, size, quiet, lined, label }]: y null is a gap; dash as in
                stroke-dasharray; mark as in Draw.mark; lined: false leaves out the line, label: false the name beside it;
                quiet is fainter. Told apart by dash, mark and the name at the line's end, or below where that has no room
      rules     [{ y, text }]: levels that are drawn across
      reading   (x, [{ series, point }, ...]) => text, read out for the pointer and for the arrow keys
-     hint      what stands where nothing is read out yet                                                             */
+     hint      what stands where nothing is read out yet
+     snap      the x that can be read out; without it those of all points                                            */
 
 "use strict";
 
-Draw.chart = ({ label, x, y, series, height = 320, reading, hint = "", rules = [] }) => {
+Draw.chart = ({ label, x, y, series, height = 320, reading, hint = "", snap, rules = [] }) => {
   const { element, shape } = Draw;
-  const every = [...new Set(series.flatMap(({ points }) => points.map((point) => point.x)))].sort((a, b) => a - b);
+  const every = snap ? [...snap].sort((a, b) => a - b) : [...new Set(series.flatMap(({ points }) => points.map((point) => point.x)))].sort((a, b) => a - b);
   const named = series.filter((each) => each.label !== false && each.points.some((point) => point.y !== null));
+  const tall = Math.max(height, 14 * named.length + 84); // room for every name
   const readout = element("output", { class: "readout", "data-hint": hint, role: "status", "aria-live": "polite" });
   const surface = element("div", { class: "surface" });
   const chart = element("div", { class: "chart", tabindex: 0, role: "group", "aria-label": label }, surface, readout);
@@ -31,11 +33,11 @@ Draw.chart = ({ label, x, y, series, height = 320, reading, hint = "", rules = [
     const rough = made(y, [1, 0], 6);
     const left = Math.max(...rough.ticks.map((value) => Draw.breadth(rough.format(value)))) + 12;
     const right = beside ? Math.min(names + 26, width * 0.4) : 10;
-    const box = { left, top: 28, right: width - right, bottom: height - 42 };
-    const down = made(y, [box.bottom, box.top], Math.max(3, Math.round(height / 55)));
-    const over = made(x, [box.left, box.right], Math.max(3, Math.round(width / 90)));
+    const box = { left, top: 28, right: width - right, bottom: tall - 42 };
+    const down = made(y, [box.bottom, box.top], Math.max(3, Math.round(tall / 55)));
+    const over = made(x, [box.left + 12, box.right], Math.max(3, Math.round(width / 90)));
     across = over.scale;
-    const svg = Draw.canvas(width, height, label);
+    const svg = Draw.canvas(width, tall, label);
     Draw.axes(svg, box, over, down);
     for (const { y: level, text } of rules) {
       svg.append(shape("path", { class: "curve quiet", d: `M${box.left} ${down.scale(level)}H${box.right}`, "stroke-dasharray": "1 4" }));

@@ -20,7 +20,7 @@
    mark(name, x, y, size, classes)        a point: circle square triangle-up diamond triangle-down cross x star pentagon
                                           hexagon triangle-left
    legend(bands)                          a list of bands with their colours
-   key(series)                            a list of lines with their dash, mark and name
+   sample(series), key(series)            a short line with its dash and mark; a list of them with their names
    bars({ rows, bands, most, label, format })
                                           a stack for each row, lying. rows: [{ name, stacks: [{ name, held: { band: bytes }}]}];
                                           returns a <dl>; each stack says its sum beside it
@@ -189,15 +189,14 @@ const Draw = (() => {
   const legend = (bands) =>
     element("ul", { class: "legend" }, ...bands.map(({ name, color }) => element("li", { vars: { "--band": color } }, element("i"), name)));
 
-  function key(series) {
-    const sample = ({ dash, mark: form, quiet, lined }) => {
-      const svg = canvas(34, 12);
-      if (lined !== false) svg.append(shape("path", { class: quiet ? "curve quiet" : "curve", d: "M0 6H34", "stroke-dasharray": dash ?? null }));
-      if (form) svg.append(mark(form, 17, 6, 4, quiet ? "mark quiet" : "mark"));
-      return svg;
-    };
-    return element("ul", { class: "legend" }, ...series.map((each) => element("li", {}, sample(each), each.name)));
+  function sample({ dash, mark: form, quiet, lined }) {
+    const svg = canvas(34, 12);
+    if (lined !== false) svg.append(shape("path", { class: quiet ? "curve quiet" : "curve", d: "M0 6H34", "stroke-dasharray": dash ?? null }));
+    if (form) svg.append(mark(form, 17, 6, 4, quiet ? "mark quiet" : "mark"));
+    return svg;
   }
+
+  const key = (series) => element("ul", { class: "legend" }, ...series.map((each) => element("li", {}, sample(each), each.name)));
 
   // -- stacks of bands
 
@@ -298,5 +297,5 @@ const Draw = (() => {
     return { element: host, show };
   }
 
-  return { element, shape, exact, short, number, total, own, linear, log, path, responsive, canvas, text, breadth, axes, hatch, mark, legend, key, bars, strip };
+  return { element, shape, exact, short, number, total, own, linear, log, path, responsive, canvas, text, breadth, axes, hatch, mark, legend, sample, key, bars, strip };
 })();
