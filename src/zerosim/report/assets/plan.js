@@ -106,7 +106,7 @@
     const facts = [`at rest ${size(cell.rest)}`, `the peak is ${instant(cell)}`, `${size(cell.sent)} sent by each GPU in a step`];
     if (cell.host) facts.push(`${size(cell.host[0])} on the host`);
     if (cell.about !== null) {
-      const speed = cell.tokens === null ? "" : `, ${whole(Math.round(cell.tokens / cell.about))} tokens a second`;
+      const speed = cell.tokens === null ? "" : `, ${whole(Number((cell.tokens / cell.about).toPrecision(2)))} tokens a second`;
       facts.push(`a step takes about ${seconds(cell.about)} (at least ${seconds(cell.least)})${speed}`);
     }
     return facts.join(" · ");
@@ -114,6 +114,7 @@
 
   // -- advice: other cells of the grid that would do
 
+  const NOTABLE = 0.95; // of the time: an estimate does not tell what differs less
   const differing = (place, other) => AXES.filter((axis) => place[axis] !== other[axis]);
   const cost = (cell) => (cell.tokens === null || cell.about === null ? cell.ranks : (cell.about * value(cell, "ranks")) / cell.tokens);
   const cheapest = (found) => found.reduce((best, cell) => (!best || cost(cell) < cost(best) ? cell : best), null);
@@ -138,7 +139,7 @@
       if (more) add(more, "", `fits too: ${size(more.peak)}`);
       const fewer = along("ranks").find((each) => each.ranks < place.ranks);
       if (fewer) add(fewer, "", `are enough: ${size(fewer.peak)}`);
-      const faster = cheapest(along("checkpoint").filter((each) => cost(each) < cost(cell)));
+      const faster = cheapest(along("checkpoint").filter((each) => cost(each) < NOTABLE * cost(cell)));
       if (faster) add(faster, "", `fits too: ${size(faster.peak)}, and a step takes about ${seconds(faster.about)} instead of ${seconds(cell.about)}`);
       const less = along("row").filter((each) => each.sent < cell.sent).sort((a, b) => a.sent - b.sent)[0];
       if (less) add(less, "", `fits too, and sends ${size(less.sent)} a step instead of ${size(cell.sent)}`);
@@ -169,7 +170,7 @@
   function showAdvice() {
     const lines = adviceFor(chosen).map(({ target, before, after }) => {
       if (!target) return element("li", { text: after });
-      const go = element("button", { type: "button", text: words(target, differing(chosen, target)), on: { click: () => choose(target, true) } });
+      const go = element("button", { type: "button", text: words(target, differing(chosen, target)), on: { click: () => choose(target, "#verdict") } });
       return element("li", {}, before, go, after);
     });
     at("advice-title").textContent = cellAt(chosen)?.verdict === "fits" ? "What else fits" : "What would help";
@@ -262,7 +263,7 @@
     const lines = axes.row.flatMap((name, row) => {
       const cell = found[row];
       if (!cell) return [];
-      const go = element("button", { type: "button", text: name, "aria-pressed": String(row === chosen.row), on: { click: () => choose({ ...chosen, row }, true) } });
+      const go = element("button", { type: "button", text: name, "aria-pressed": String(row === chosen.row), on: { click: () => choose({ ...chosen, row }, "#every .chosen button") } });
       const room = cell.room === null ? "–" : cell.room >= 0 ? size(cell.room) : `${size(-cell.room)} short`;
       const texts = [`${SIGNS[cell.verdict]} ${cell.verdict === "tight" ? "tight, " : ""}${room}`, size(cell.rest), size(cell.peak), size(cell.sent), cell.about === null ? "–" : seconds(cell.about)];
       const [first, ...rest] = texts.map((text) => element("td", { text }));
@@ -283,7 +284,7 @@
         const here = ranks === chosen.ranks && rows === chosen.rows;
         const classes = `${cell.verdict === "none" || cell.verdict === "host" ? "no" : cell.verdict}${here ? " chosen" : ""}`;
         const said = `${verdictOf(cell)}, on ${plural(count, "GPU")} with micro-batch ${axes.rows[rows]}`;
-        const go = element("button", { type: "button", "aria-label": said, "aria-pressed": String(here), text: `${SIGNS[cell.verdict]} ${size(cell.peak)}`, on: { click: () => choose(place, true) } });
+        const go = element("button", { type: "button", "aria-label": said, "aria-pressed": String(here), text: `${SIGNS[cell.verdict]} ${size(cell.peak)}`, on: { click: () => choose(place, "#map .chosen button") } });
         return element("td", { class: classes, "data-peak": cell.peak }, go);
       });
       return element("tr", {}, element("th", { scope: "row", text: whole(count) }), ...tiles);
@@ -328,20 +329,20 @@
         return input;
       });
     }
-    at("asked").addEventListener("click", () => choose(data.asked, true));
+    at("asked").addEventListener("click", () => choose(data.asked));
     at("controls").addEventListener("submit", (event) => event.preventDefault());
     at("moment").addEventListener("input", (event) => showMoment(Number(event.target.value)));
     for (const radio of document.getElementsByName("shown")) radio.addEventListener("change", showStrip);
     addEventListener("hashchange", () => choose(fromAddress()));
   }
 
-  /** Go to a place of the grid. ``far`` where what was pressed is not the control that shows it. */
-  function choose(place, far = false) {
+  /** Go to a place of the grid. What is drawn anew loses the focus, which then goes to ``focus``. */
+  function choose(place, focus = "") {
     for (const axis of AXES) chosen[axis] = place[axis];
     const hash = toAddress();
     if (location.hash !== hash) history.replaceState(null, "", hash);
     show();
-    if (far && document.activeElement && !document.activeElement.isConnected) at("asked").focus({ preventScroll: true });
+    if (focus) document.querySelector(focus)?.focus({ preventScroll: true });
   }
 
   function show() {
