@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from zerosim.planner import conventions, grid, question
 from zerosim.planner import plan as plans
 from zerosim.planner.model_source import Perceptron
+from zerosim.planner.runner import Runner
 from zerosim.records.plan import Plan
 from zerosim.records.plan_grid import Axes, Grid
 from zerosim.records.question import Question
@@ -29,10 +30,10 @@ def quietly(*_: object) -> None:
 
 def planned(gpus: int = 3, **asked: Any) -> Plan:
     rules = conventions.convention("fsdp2")
-    asked = {"rows": rules.rows(), "others": rules.others, "memory": 400_000, "reserve": 40_000} | asked
+    given: dict[str, Any] = {"rows": rules.rows(), "others": rules.others, "memory": 400_000, "reserve": 40_000}
     return plans.make(
         SOURCE,
-        question.check(Question(model="mlp", asked=[gpus], gpus=[gpus], convention="fsdp2", **asked)),
+        question.check(Question(model="mlp", asked=[gpus], gpus=[gpus], convention="fsdp2", **(given | asked))),
         quietly,
     )
 
@@ -119,7 +120,7 @@ def test_too_many_events_cost_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     full = grid.axes(SOURCE, plan, quietly)
     monkeypatch.setattr(grid, "MOST_EVENTS", 0)
     assert grid.axes(SOURCE, plan, quietly) == replace(full, ranks=[4], micro_batches=[2], checkpoints=["none"])
-    events = len(grid.Runner(SOURCE, plan.question).run(plan.question.rows[-1], 4).report.events)
+    events = len(Runner(SOURCE, plan.question).run(plan.question.rows[-1], 4).report.events)
     monkeypatch.setattr(grid, "MOST_EVENTS", (full.points - 1) * events)
     fewer = grid.axes(SOURCE, plan, quietly)
     assert (full.ranks, fewer.ranks, fewer.micro_batches) == ([2, 4, 8, 16], [2, 4, 8], full.micro_batches)

@@ -25,8 +25,9 @@ ROWS = ["data parallel", "ZeRO-3", "ZeRO-3, kept"]
 
 def planned(**asked: Any) -> Plan:
     rules = conventions.convention("fsdp2")
-    asked = {"rows": rules.rows(), "others": rules.others, "asked": [3], "gpus": [3]} | asked
-    return plans.make(SOURCE, question.check(Question(model="mlp", convention="fsdp2", **asked)), lambda doing: None)
+    given: dict[str, Any] = {"rows": rules.rows(), "others": rules.others, "asked": [3], "gpus": [3]}
+    wanted = Question(model="mlp", convention="fsdp2", **(given | asked))
+    return plans.make(SOURCE, question.check(wanted), lambda doing: None)
 
 
 @functools.cache

@@ -31,7 +31,13 @@ Entry = dict[str, Any]
 def step(row: str) -> PlannedStep:
     rules = conventions.convention("fsdp2")
     asked = Question(
-        model="mlp", asked=[3], gpus=[3], rows=rules.rows(), others=rules.others, convention="fsdp2", micro_batch=5
+        model="mlp",
+        asked=[3],
+        gpus=[3],
+        rows=list(rules.rows()),
+        others=rules.others,
+        convention="fsdp2",
+        micro_batch=5,
     )
     plan = plans.make(SOURCE, question.check(asked), lambda doing: None)
     return planned_step.made(SOURCE, plan, planned_step.chosen(plan, row, 3))

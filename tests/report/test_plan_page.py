@@ -39,7 +39,7 @@ def made(memory: int | None = MEMORY) -> Grid:
     """A card that some choices fit on, some only without the reserve, and some do not."""
     rules = conventions.convention("fsdp2")
     asked = Question(
-        model="mlp", asked=[3], gpus=[3], rows=rules.rows(), others=rules.others, convention="fsdp2", memory=memory,
+        model="mlp", asked=[3], gpus=[3], rows=list(rules.rows()), others=rules.others, convention="fsdp2", memory=memory,
         reserve=RESERVE if memory else 0,
     )  # fmt: skip
     plan = plans.make(SOURCE, question.check(asked), lambda doing: None)
@@ -318,7 +318,7 @@ def test_keys_move_the_sliders_and_the_verdict_with_them(tab: Tab) -> None:
 def test_three_verdicts_are_said(tab: Tab) -> None:
     """What fits, what fits only without the reserve and what does not are said in words, to a screen reader too."""
     found = made()
-    seen = {}
+    seen: dict[str, GridCell] = {}
     for each in found.cells:
         seen.setdefault(said_of(each)["verdict"], each)
     assert set(seen) == {"fits", "tight", "none"}
