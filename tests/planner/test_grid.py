@@ -14,7 +14,7 @@ from zerosim.planner import plan as plans
 from zerosim.planner.model_source import Perceptron
 from zerosim.planner.runner import Runner
 from zerosim.records.plan import Plan
-from zerosim.records.plan_grid import Axes, Grid
+from zerosim.records.plan_grid import Axes, Grid, Logs
 from zerosim.records.question import Question
 from zerosim.stages import DP, ZeRO3
 
@@ -97,6 +97,22 @@ def test_a_log_leads_to_the_peak_and_ends_at_rest() -> None:
         assert top == each.cell.peak.total
         assert {band: nbytes for band, nbytes in by_band.items() if nbytes} == each.cell.peak.by_band
         assert {band: nbytes for band, nbytes in held.items() if nbytes} == each.cell.resident
+
+
+def test_a_step_may_begin_with_less_than_it_ends_with() -> None:
+    """What is held before the first move is what is at rest in the end, less what the moves add up to."""
+    logs = Logs()
+    moves, sizes = logs.add(
+        [(7, "grads", "backward", "b"), (5, "blocks", "backward", "a"), (-5, "blocks", "other", "b")]
+    )
+    first = whole().cells[0]
+    each = replace(first, cell=replace(first.cell, resident={"params": 11, "grads": 7}), moves=moves, sizes=sizes)
+    found = replace(
+        whole(), bands=list(logs.bands), phases=list(logs.phases), units=list(logs.units), moves=logs.moves(),
+        logs=logs.logs,
+    )  # fmt: skip
+    assert [change.held for change in found.log(each)] == [11 + 7, 11 + 7 + 5, 11 + 7]
+    assert [change.unit for change in found.log(each)] == ["b", "a", "b"]
 
 
 def test_logs_are_shared() -> None:
