@@ -134,6 +134,7 @@
     const fitting = [...cells.values()].filter((each) => each.verdict === "fits");
     const along = (axis) => fitting.filter((each) => differing(place, each).join() === axis);
     if (!memory) return [{ after: "Name a card to see what fits: zerosim plan … --card H100." }];
+    if (cell?.verdict === "") return [{ after: "What a step of this model adds to its states is not known, so that nothing is said of what fits." }];
     if (cell?.verdict === "fits") {
       const more = along("rows").filter((each) => each.rows > place.rows).at(-1);
       if (more) add(more, "", `fits too: ${size(more.peak)}`);
