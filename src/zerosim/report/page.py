@@ -28,7 +28,17 @@ from zerosim.stages import Stage
 from zerosim.util import sizes
 
 STYLES = ("page.css",)
-SCRIPTS = ("replay.js", "lockstep.js", "words.js", "grid.js", "lanes.js", "depth.js", "player.js", "charts.js", "page.js")
+SCRIPTS = (
+    "replay.js",
+    "lockstep.js",
+    "words.js",
+    "grid.js",
+    "lanes.js",
+    "depth.js",
+    "player.js",
+    "charts.js",
+    "page.js",
+)
 SHOWN_FAILURES = 200
 _CLAIMS = {
     Check.SAME_TRAINING: "All schemes hold the same bits on all ranks, after every step.",

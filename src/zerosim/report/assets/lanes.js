@@ -82,7 +82,7 @@ const Lanes = (() => {
     function show(index) {
       at = index;
       if (!head) return;
-      const time = index ? run.events[Math.min(index, run.events.length) - 1][5] : 0;
+      const time = run.events[Math.min(index, run.events.length) - 1]?.[5] ?? 0;
       head.setAttribute("d", `M${place(Math.min(time, last))} 8V124`);
     }
     return { element: chart, show, redraw };
