@@ -27,7 +27,7 @@ from zerosim.records.question import Question
 MICRO_BATCHES = (1, 2, 4, 8)
 CHECKPOINTS = ("none", "selective", "full")
 MOST_EVENTS = 700_000  # of all steps together: they take about half a minute
-MOST_SECONDS = 180  # of computing, after which no more is measured, which takes long where it goes token by token
+MOST_SECONDS = 120  # of computing, after which no more is measured, which takes long where it goes token by token
 LATE = "some choices: measuring the model takes long. What was measured is kept, so that another run gets further"
 _GIVEN_UP = ("ranks", "micro_batches", "sequences", "checkpoints")  # of axes that are equally long, the first
 
