@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -16,7 +17,8 @@ from selenium.webdriver.common.keys import Keys
 from pages import HOSTILE, Tab, in_browser
 from zerosim.planner import conventions, grid, question
 from zerosim.planner import plan as plans
-from zerosim.planner.model_source import Perceptron
+from zerosim.planner.model_source import Perceptron, Prepared, Workload
+from zerosim.records.loops import unfolded
 from zerosim.records.plan_grid import Grid, GridCell
 from zerosim.records.question import Question
 from zerosim.report import plan_page
@@ -28,16 +30,23 @@ SOURCE = Perceptron([67, 131, 127, 61])
 MEMORY, RESERVE = 280_000, 4_000
 
 
+class StatesAlone(Perceptron):
+    """A model of which no more is known than its parameters."""
+
+    def prepare(self, workload: Workload, rows: int) -> Prepared:
+        return dataclasses.replace(super().prepare(workload, rows), states_alone=True)
+
+
 @functools.cache
-def made(memory: int | None = MEMORY) -> Grid:
+def made(memory: int | None = MEMORY, source: Perceptron = SOURCE) -> Grid:
     """A card that some choices fit on, some only without the reserve, and some do not."""
     rules = conventions.convention("fsdp2")
     asked = Question(
         model="mlp", asked=[3], gpus=[3], rows=list(rules.rows()), others=rules.others, convention="fsdp2",
         memory=memory, reserve=RESERVE if memory else 0,
     )  # fmt: skip
-    plan = plans.make(SOURCE, question.check(asked), lambda doing: None)
-    return grid.make(SOURCE, plan, grid.axes(SOURCE, plan, lambda doing: None), lambda doing: None)
+    plan = plans.make(source, question.check(asked), lambda doing: None)
+    return grid.make(source, plan, grid.axes(source, plan, lambda doing: None), lambda doing: None)
 
 
 def hostile() -> Grid:
@@ -66,7 +75,30 @@ def hostile() -> Grid:
     )  # fmt: skip
 
 
-CASES: dict[str, Callable[[], Grid]] = {"whole": made, "no card": lambda: made(None), "hostile": hostile}
+def states() -> Grid:
+    return made(10 * MEMORY, StatesAlone(SOURCE.widths))
+
+
+def grown() -> Grid:
+    """What was asked ends before its last free, so that more is at rest in the end than there was before."""
+    whole = made()
+    each = cell(whole, "ZeRO-3", 3, 1, "none")
+    *moves, last = unfolded(whole.logs[each.moves])
+    band, nbytes = whole.bands[whole.moves[last].band], each.sizes[whole.moves[last].size]
+    assert whole.moves[last].sign < 0
+    resident = each.cell.resident | {band: each.cell.resident.get(band, 0) + nbytes}
+    longer = replace(each, moves=len(whole.logs), cell=replace(each.cell, resident=resident))
+    cells = [longer if other is each else other for other in whole.cells]
+    return replace(whole, cells=cells, logs=[*whole.logs, moves])
+
+
+CASES: dict[str, Callable[[], Grid]] = {
+    "whole": made,
+    "no card": lambda: made(None),
+    "hostile": hostile,
+    "states": states,
+    "grown": grown,
+}
 
 
 def cell(grid_: Grid, row: str, ranks: int, rows: int, checkpoint: str) -> GridCell:
@@ -239,6 +271,21 @@ def test_every_moment_is_the_log_s(desk: Desk) -> None:
 
 
 @in_browser
+def test_a_step_begins_with_what_it_ends_with_less_what_it_changed(desk: Desk) -> None:
+    """Before its first move a step holds what is at rest in the end less what its moves add up to, band by band."""
+    before = cell(made(), "ZeRO-3", 3, 1, "none").cell
+    desk.look("grown")
+    desk.keys("#moment", Keys.HOME)
+    assert desk.id("now").text.startswith(f"{before.at_rest:,} B held at moment 0 ")
+    *bands, _ = desk.table("bands")
+    assert {band: now for band, *_, now in bands if now != "0 B"} == {
+        band: f"{nbytes:,} B" for band, nbytes in before.resident.items()
+    }
+    after = cell(grown(), "ZeRO-3", 3, 1, "none").cell
+    assert desk.answer()["rest"] == str(after.at_rest) != str(before.at_rest)
+
+
+@in_browser
 def test_keys_move_the_sliders_and_the_verdict_with_them(desk: Desk) -> None:
     """The arrows change micro-batch, GPUs, checkpointing and scheme, and verdict and numbers are those of that cell."""
     found = made()
@@ -347,6 +394,10 @@ def test_what_was_not_run_is_said(desk: Desk) -> None:
     desk.look("no card")
     assert re.fullmatch(r"[\d.]+ kB at the peak", desk.id("verdict").text)
     assert "--card" in desk.id("steps").text
+    desk.look("states")
+    assert re.fullmatch(r"– not known: [\d.]+ kB of model states alone", desk.id("verdict").text)
+    assert "not known" in desk.id("steps").text
+    assert "a step takes" not in desk.id("facts").text
 
 
 @in_browser
