@@ -307,6 +307,7 @@ def altered(run: Results, place: str, value: object) -> Results:
         ("schemes.1.steps.0.peak.by_band.grads", 7, "the bands at the peak sum to"),
         ("schemes.1.steps.0.resident", {"memes": 7}, "no band at rest is called 'memes'"),
         ("ablations.narrow_wire.drift.differing", [], "a drift is given after each of the 2 steps"),
+        ("ablations.narrow_wire.drift.losses", [1.0], "losses with a rule broken are those of 2 steps"),
         ("settings.accumulate", 37, "rows cannot be cut into 37 micro-batches"),
         ("settings.uneven", True, "the mean of the ranks' means is that of a run on uneven batches"),
         ("schemes.1.steps.0.mean_of_means", 1.0, "the mean of the ranks' means is that of a run on uneven batches"),

@@ -82,6 +82,8 @@ def test_the_loss_is_drawn_with_rules_broken(tab: Tab) -> None:
     wire, int8, buckets = whole.ablations.narrow_wire, whole.ablations.int8_params, whole.ablations.whole_model_bucket
     assert wire is not None
     assert int8 is not None
+    first = whole.schemes[0].steps[0].loss  # before any update: whatever the rule, nothing has been rounded yet
+    assert [losses[0] for losses in (wire.drift.losses, buckets["mixed"].losses)] == [first, first]
     broken = {"fp16 wire": wire.drift.losses, "int8 parameters": int8.losses}
     broken |= {f"one bucket, {precision}": drift.losses for precision, drift in buckets.items()}
     assert found == {f"broken: {name}": list(enumerate(losses, 1)) for name, losses in broken.items()}
@@ -133,8 +135,8 @@ def test_schemes_are_told_apart_without_colour(tab: Tab, which: str) -> None:
     """Each has a dash and a mark of its own and its name at its line; nothing of it is in a colour."""
     tab.open(which)
     names = [record.name for record in CASES[which]().schemes]
-    kinds = {(look.symbol, look.dash) for look in looks(names).values()}
-    assert len(kinds) == len(names)
+    assert len({look.symbol for look in looks(names).values()}) == len(names)
+    assert len({look.dash for look in looks(names).values()}) == len(names)
     for chart in ("traffic", "loss"):
         assert set(names) <= set(tab.js(LABELS, chart))
         dashes = tab.js(

@@ -148,9 +148,9 @@ def _some(count: int, what: str) -> str:
 def _opening(results: Results) -> Tree.Element:
     """What ZeRO is, for somebody who has never heard of it, and what came of it here."""
     text = (
-        f"To train one model on {_some(results.settings.ranks, 'GPU')}, plain data parallelism keeps all of it on every "
-        "GPU: the parameters, their gradients and what the optimizer remembers of each. ZeRO lets a GPU keep only its "
-        "own share of these and fetch the rest when it is needed"
+        f"To train one model on {_some(results.settings.ranks, 'GPU')}, plain data parallelism keeps all of it on "
+        "every GPU: the parameters, their gradients and what the optimizer remembers of each. ZeRO lets a GPU keep "
+        "only its own share of these and fetch the rest when it is needed"
     )
     whole = results.base()
     rest = {record.name: sum(step.resident.values()) for record, step in results.completed()}
