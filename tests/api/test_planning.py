@@ -138,7 +138,7 @@ def test_it_is_saved_in_the_form_of_its_name(found: zs.Planned, tmp_path: Path) 
     ):  # fmt: skip
         found.save(tmp_path / name, advance=done.append)
         assert (tmp_path / name).read_bytes().startswith(begin)
-    assert any("checkpointing full" in each for each in done)
+    assert any(each.endswith(", full") for each in done)
     found.save(str(tmp_path / "plan.json"))
     assert (tmp_path / "plan.json").read_bytes() == records.encode(found.record)
     with pytest.raises(ValueError, match=r"Planned\.save\(path\): the file's name ends in .*; got 'plan\.txt'"):

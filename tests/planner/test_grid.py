@@ -157,4 +157,4 @@ def test_every_step_is_told_of() -> None:
     axes = Axes(rows=[DP], ranks=[2, 3], micro_batches=[1, 2], sequences=[None], checkpoints=["none"])
     grid.make(SOURCE, plan, axes, said.append)
     assert len(said) == axes.points == 4
-    assert said[0] == "data parallel on 2, 1 × row, checkpointing none"
+    assert said[0] == "data parallel on 2, 1 × row, none"

@@ -193,7 +193,7 @@ def _write(targets: dict[Path, str], source: ModelSource, plan: Plan) -> dict[Pa
 
     made = {}
     for path, ending in targets.items():
-        with _progress(f"making {path.name}") as advance:
+        with _progress(f"making {path.name}") as advance, _importable():
             made[path] = plan_files.content(path, ending, source, plan, advance)
     for path, (content, _) in made.items():
         try:

@@ -114,7 +114,7 @@ def make(source: ModelSource, plan: Plan, chosen: Axes, advance: Advance) -> Gri
         runner = Runner(source, question)
         card, cluster = hardware.cluster(question, runner.working(question.rows[0]))
         for ranks, row in product(chosen.ranks, chosen.rows):
-            advance(f"{row.name} on {ranks:,}, {rows:,} × {sequence or 'row'}, checkpointing {checkpoint}")
+            advance(f"{row.name} on {ranks:,}, {rows:,} × {sequence or 'row'}, {checkpoint}")
             if (odd := _odd(question, ranks)) is not None:
                 left_out.setdefault(odd)
                 continue
