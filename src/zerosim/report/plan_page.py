@@ -51,10 +51,7 @@ def told(grid: Grid) -> dict[str, Any]:
     plan, axes = grid.plan, grid.axes
     question = plan.question
     places = {str(band): place for place, band in enumerate(Band)}
-    shown = sorted(grid.bands, key=lambda band: places.get(band, len(places)))
-    rest = [band for each in grid.cells for band in each.cell.resident]
-    shown += [band for band in dict.fromkeys(rest) if band not in shown]
-    shown.sort(key=lambda band: places.get(band, len(places)))
+    held = {*grid.bands, *(band for each in grid.cells for band in each.cell.resident)}
     return {
         "axes": {
             "row": [row.name for row in axes.rows],
@@ -67,7 +64,9 @@ def told(grid: Grid) -> dict[str, Any]:
         "card": question.card or "",
         "memory": question.memory,
         "reserve": question.reserve,
-        "bands": [{"name": band, "color": f"var({variable(band)})"} for band in shown],
+        "bands": [
+            {"name": str(band), "color": f"var({variable(band)})"} for band in sorted(held, key=places.__getitem__)
+        ],
         "counted": grid.bands,
         "phases": grid.phases,
         "units": grid.units,
