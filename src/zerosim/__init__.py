@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from zerosim.api.compare import Comparison, compare
     from zerosim.api.dry import dry
     from zerosim.api.models import batches
-    from zerosim.api.planning import Planned, plan
+    from zerosim.api.planned import Planned
+    from zerosim.api.planning import plan
     from zerosim.api.timeline import Timeline
     from zerosim.bands import Band
     from zerosim.checkpoints.load import load
@@ -58,7 +59,8 @@ _HOMES = {
     "api.compare": ("Comparison", "compare"),
     "api.dry": ("dry",),
     "api.models": ("batches",),
-    "api.planning": ("Planned", "plan"),
+    "api.planned": ("Planned",),
+    "api.planning": ("plan",),
     "api.timeline": ("Timeline",),
     "bands": ("Band",),
     "checkpoints.load": ("load",),

@@ -1,6 +1,8 @@
 """Plans from Python: the answer is the command's, and errors speak of keywords."""
 
+import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 import zerosim as zs
 from zerosim.api.plan_arguments import in_python
 from zerosim.cli import main as cli
+from zerosim.records import plan as records
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -125,3 +128,36 @@ def test_options_of_the_command_become_keywords() -> None:
     """With a value, without one, with a number, and what is no option stays."""
     said = "--memory 80GB or --card H100; --checkpoint full, --micro-batch 4 -- and --scheme."
     assert in_python(said) == 'memory="80GB" or card="H100"; checkpoint="full", micro_batch=4 -- and rows=.'
+
+
+def test_it_is_saved_in_the_form_of_its_name(found: zs.Planned, tmp_path: Path) -> None:
+    """A page, a chart, a trace, a snapshot and the plan; what is no such ending is refused before anything is made."""
+    done: list[str] = []
+    for name, begin in (
+        ("page.html", b"<!doctype html>"), ("peaks.svg", b"<?xml"), ("step.trace.json", b"{"), ("step.pickle", b"\x80"),
+    ):  # fmt: skip
+        found.save(tmp_path / name, advance=done.append)
+        assert (tmp_path / name).read_bytes().startswith(begin)
+    assert any(each.endswith(", full") for each in done)
+    found.save(str(tmp_path / "plan.json"))
+    assert (tmp_path / "plan.json").read_bytes() == records.encode(found.record)
+    with pytest.raises(ValueError, match=r"Planned\.save\(path\): the file's name ends in .*; got 'plan\.txt'"):
+        found.save(tmp_path / "plan.txt")
+
+
+def test_the_step_that_is_saved_is_chosen(found: zs.Planned, tmp_path: Path) -> None:
+    """By default the best row's; a row and a number of GPUs name another; what was not planned is refused."""
+    peaks = {}
+    for name, row in (("best", None), ("dp", zs.DP)):
+        found.save(tmp_path / f"{name}.pickle", row=row)
+        [entries] = pickle.loads((tmp_path / f"{name}.pickle").read_bytes())["device_traces"]
+        signs = {"alloc": 1, "free_completed": -1}
+        held = itertools.accumulate(signs.get(each["action"], 0) * each["size"] for each in entries)
+        peaks[name] = max(held)
+    assert found.best is not None
+    [dp] = [cell for cell in found.record.beside(4) if cell.row == zs.DP]
+    assert peaks == {"best": found.best.peak.total, "dp": dp.peak.total}
+    with pytest.raises(ValueError, match=r"planned were ZeRO-3, .*on 4 GPUs; got ZeRO-1 on 4"):
+        found.save(tmp_path / "other.pickle", row=zs.ZeRO1)
+    with pytest.raises(ValueError, match="got no row on 5"):
+        found.save(tmp_path / "other.pickle", gpus=5)

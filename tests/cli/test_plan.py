@@ -1,5 +1,7 @@
 """``zerosim plan`` as it is typed: what it answers, and how it refuses."""
 
+import gzip
+import importlib.util
 import io
 import json
 import os
@@ -131,7 +133,7 @@ def test_plan_and_chart_are_written_where_they_were_asked_for(tmp_path: Path) ->
         "--optimizer", "momentum", "--micro-batch", "3", "--sync", "end", "--card", "h100", "--bandwidth", "100GB/s",
         "--latency", "5", "--node-size", "2", "--efficiency", "0.25", "--peak", "500",
     ]  # fmt: skip
-    result = paper(MODEL, "--gpus", "2,5", *options, "--json", str(target), "--chart", str(picture))
+    result = paper(MODEL, "--gpus", "2,5", *options, "--json", str(target), "--out", str(picture))
     assert result.exit_code == 0, result.output
     assert sorted(tmp_path.iterdir()) == [picture, target]
     found = records.load(target)
@@ -221,7 +223,8 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "4", "--wire", "bf16"], "Use wire='fp32'"),
         (["64,128", "--gpus", "4", "--bucket", "5"], "'5' has no unit"),
         (["64,128", "--gpus", "4", "--largest-model", "mlp"], "--memory 80GB"),
-        (["64,128", "--gpus", "4", "--chart", "x.pdf"], ".png, .svg, .html"),
+        (["64,128", "--gpus", "4", "--out", "x.pdf"], ".html (a page with sliders), .png (a chart)"),
+        (["64,128", "--gpus", "4", "--out", "x.html.gz"], "got 'x.html.gz'"),
         (["64,128", "--gpus", "4", "--json", "/no/such/folder/x.json"], "cannot be written to /no/such/folder"),
         (["64,128", "--gpus", "4", "--json", "/"], "is a folder"),
         (["64,128", "--gpus", "4", "--micro-batch", "9" * 15], "at most 2,147,483,648"),
@@ -264,9 +267,41 @@ def test_a_file_takes_no_other_thing_s_place(tmp_path: Path) -> None:
 def test_plan_and_chart_are_two_files(tmp_path: Path) -> None:
     """One name for both is refused, as one would be lost."""
     target = tmp_path / "both.svg"
-    result = run(MODEL, "--gpus", "2", "--json", str(target), "--chart", f"{tmp_path}/./both.svg")
+    result = run(MODEL, "--gpus", "2", "--json", str(target), "--out", f"{tmp_path}/./both.svg")
     assert (result.exit_code, target.exists()) == (2, False), result.output
-    assert "for the plan and for its chart" in " ".join(result.output.split())
+    assert "is named for two things" in " ".join(result.output.split())
+
+
+def test_each_ending_asks_for_its_form(tmp_path: Path) -> None:
+    """All forms at once, each begins as such files do, and of each is said what it holds."""
+    begins = {
+        "page.html": b"<!doctype html>", "peaks.png": b"\x89PNG", "peaks.svg": b"<?xml", "step.pickle": b"\x80\x04",
+        "step.trace.json": b'{"traceEvents"', "step.trace.json.gz": b"\x1f\x8b", "plan.json": b'{\n "schema"',
+    }  # fmt: skip
+    named = [option for name in begins for option in ("--out", str(tmp_path / name))]
+    result = run(MODEL, "--gpus", "2", "--memory", "1MB", *named)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == set(begins)
+    for name, begin in begins.items():
+        assert (tmp_path / name).read_bytes().startswith(begin), name
+    words = " ".join(result.output.split())
+    assert re.search(r"page\.html: a page with sliders, \d+ steps that were run, [\d.]+ kB", words)
+    assert "step.pickle: a snapshot for torch's memory_viz, a step of ZeRO-3 on 2" in words
+    assert records.load(tmp_path / "plan.json").question.model == MODEL
+    zipped = gzip.decompress((tmp_path / "step.trace.json.gz").read_bytes())
+    plain = (tmp_path / "step.trace.json").read_bytes()
+    assert json.loads(zipped) == json.loads(plain)
+
+
+def test_a_chart_says_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib a chart is refused with what to install, and a page is made all the same."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    result = run(MODEL, "--gpus", "2", "--out", str(tmp_path / "peaks.png"))
+    assert result.exit_code == 2
+    assert 'pip install "zerosim[plots]"' in " ".join(result.output.split())
+    assert run(MODEL, "--gpus", "2", "--out", str(tmp_path / "page.html")).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_an_interrupted_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

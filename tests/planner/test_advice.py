@@ -114,7 +114,7 @@ ADVICE = [
     (f"{MLP} --card H900", r"the presets are .*H100", f"{MLP} --card H100"),
     (f"{MLP} --convention zero --precision fsdp --scheme 1", r"Use ZeRO-3, or precision='bf16'|--precision bf16",
      f"{MLP} --convention zero --precision bf16 --scheme 1"),
-    (f"{MLP} --chart x.pdf", r"plan\(chart\): .*\.png, \.svg, \.html", f"{MLP} --chart x.svg"),
+    (f"{MLP} --out x.pdf", r"plan\(out\): .*\.html \(a page.*\.png.*\.svg.*\.pickle", f"{MLP} --out x.svg"),
     (f"{MLP} --json .", r"plan\(FILE\): .*Name another file", f"{MLP} --json x.json"),
     (f"{MLP} --json /dev/null", r"plan\(FILE\): .*or print the plan with --json -", f"{MLP} --json -"),
     (f"{MLP} --tp 2", r"plan\(tp\): tensor parallelism is not planned.*leave it out", MLP),

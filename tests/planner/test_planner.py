@@ -368,15 +368,11 @@ def test_the_record_s_fields_are_what_is_documented() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["png", "svg", "html"])
+@pytest.mark.parametrize("form", ["png", "svg"])
 def test_the_chart_is_a_file_of_the_form_that_was_asked_for(form: str) -> None:
-    """Each form begins as such files do, and the page fetches nothing."""
+    """Each form begins as such files do."""
     found = made(rows=[ZeRO1, ZeRO2], convention="deepspeed")
-    content = chart.drawn(found, form)
-    begins = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}[form]
-    assert content.startswith(begins)
-    if form == "html":
-        assert b'<script src="http' not in content
+    assert chart.drawn(found, form).startswith({"png": b"\x89PNG", "svg": b"<?xml"}[form])
 
 
 def test_every_bar_is_a_peak_and_every_part_a_band() -> None:

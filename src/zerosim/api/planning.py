@@ -1,122 +1,31 @@
-"""Plans from Python: the planner's question as typed keywords, and its answer as an object.
+"""Plans from Python: the planner's question as typed keywords.
 
-Owns ``plan`` and ``Planned``: all that is coupled to the planner from here. Where the planner speaks
-of what is typed on a command line, ``--memory 80GB``, this says ``memory="80GB"``. Computes nothing.
+Owns ``plan``. Where the planner speaks of what is typed on a command line, ``--memory 80GB``, this says
+``memory="80GB"``. Computes nothing; what is answered is ``planned.py``'s.
 """
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
+from typing import Any, Literal
 
 from zerosim.api.plan_arguments import (
     Gpus,
     card_named,
     in_callers_words,
-    in_python,
     name_of,
     nbytes_of,
     rate_of,
     source_of,
     typed_gpus,
 )  # fmt: skip
+from zerosim.api.planned import Planned
 from zerosim.planner import conventions, job_config, question
 from zerosim.planner import plan as planner
 from zerosim.planner.recipes import RECIPES
-from zerosim.records import plan as records
-from zerosim.records.plan import Cell
 from zerosim.records.question import Finetuning, FrozenDType, Network, Question
 from zerosim.stages import Stage
-from zerosim.util import arguments, sizes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-class Planned:
-    """What training takes: made by ``plan``. In a notebook it shows itself.
-
-    * ``fits``: whether any row fits on the GPUs that were asked for; None where no card was named.
-    * ``best``: the first row that fits, the one that shards least, with what it holds and sends; None if none does.
-    * ``best.time``: seconds of a step: ``overlapped`` at least, and ``estimate``, with the ``error`` of nine of ten
-      published runs, None where it is not known (see ``zerosim.records.plan.StepEstimate`` and docs/time.md).
-    * ``record``: everything: see ``zerosim.records.plan``.
-
-    >>> import zerosim as zs
-    >>> found = zs.plan([64, 128, 64], gpus=2, memory="250kB")
-    >>> found.best.time.overlapped < found.best.time.estimate.seconds, found.best.time.estimate.error
-    (True, None)
-    >>> found.fits, found.best.name, found.best.fits, sorted(found.to_dict())[:3]
-    (True, 'ZeRO-3', True, ['cells', 'cluster', 'created'])
-    """
-
-    def __init__(self, record: records.Plan) -> None:
-        self.record = record
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether any row fits on every number of GPUs that was asked for."""
-        return self.record.fits
-
-    @property
-    def best(self) -> Cell | None:
-        """The first row that fits on the fewest GPUs that were asked for."""
-        return self.record.first_fit(min(self.record.question.asked))
-
-    def table(self) -> Shown:
-        """Everything that the command prints with ``-v``, as text, or as HTML in a notebook."""
-        from rich.console import Console
-
-        from zerosim.report import plan_console
-
-        console = Console(file=io.StringIO(), highlight=False, width=plan_console.WIDTH)
-        plan_console.show(self.record, console, verbose=True, estimates=True)
-        assert isinstance(console.file, io.StringIO)
-        lines = (line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
-        return Shown(in_python("\n".join(lines)))
-
-    def chart(self) -> Figure:
-        """The peaks by band under every row, with the card's line: a matplotlib figure."""
-        from zerosim.report.plan_chart import peaks
-
-        return peaks(self.record)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain dicts and lists, as in the JSON that the command writes."""
-        found: dict[str, Any] = msgspec.to_builtins(self.record)
-        return found
-
-    def __repr__(self) -> str:
-        asked, model = self.record.question, self.record.model
-        numbers = ", ".join(f"{ranks:,}" for ranks in asked.asked)
-        card = f" × {asked.card or sizes.text(asked.memory)}" if asked.memory else " GPUs"
-        verdict = "no card named"
-        if asked.memory is not None:
-            best = self.best
-            verdict = "does not fit"
-            if best is not None and best.room is not None:
-                verdict = (
-                    f"fits with {best.name}: {sizes.text(best.peak.total, binary=asked.binary)} at the peak, "
-                    f"{sizes.text(best.room, binary=asked.binary)} to spare"
-                )
-        return f"Planned({model.name}, {model.params:,} parameters, on {numbers}{card}: {verdict})"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(repr(self))}</p>{self.table()._repr_html_()}"
-
-
-class Shown(str):
-    """Text that shows itself as it is: at a prompt, printed, or in a notebook."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return f'<pre style="line-height: 1.2">{html.escape(str(self))}</pre>'
+from zerosim.util import arguments
 
 
 def plan(
@@ -270,4 +179,4 @@ def plan(
         )
         own = {"inputs": inputs, "wrap": wrap, "loss": loss if callable(loss) else None, "target": target}
         source = source_of(model, question_.finetuning, **own)
-        return Planned(planner.make(source, question_, advance or (lambda doing: None)))
+        return Planned(planner.make(source, question_, advance or (lambda doing: None)), source)

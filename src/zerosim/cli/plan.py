@@ -19,10 +19,11 @@ import click
 from click.core import ParameterSource
 
 from zerosim.cli.errors import Refused, errors_for_people, printing
-from zerosim.cli.plan_options import CHARTS, NOT_PLANNED, plan_options
+from zerosim.cli.plan_options import NOT_PLANNED, plan_options
 from zerosim.util import sizes
 
 if TYPE_CHECKING:
+    from zerosim.planner.model_source import ModelSource
     from zerosim.records.plan import Plan
     from zerosim.records.question import Finetuning, Question
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 @plan_options
 @click.pass_context
 def plan(
-    context: click.Context, /, model: str, json_to: str | None, chart: Path | None, verbose: bool, check: bool,
+    context: click.Context, /, model: str, json_to: str | None, outputs: tuple[Path, ...], verbose: bool, check: bool,
     estimators: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Say what training MODEL takes on N GPUs before they are rented.
@@ -50,10 +51,9 @@ def plan(
         if check and options["memory"] is None and options["card"] is None:
             raise ValueError("plan(check): whether it fits takes a card. Use --card H100, or --memory 80GB.")
         question = _question(model, **options)
-        targets = _targets(json_to, chart)
-        found = _run(question)
-        contents = {path: make(found) for path, make in targets.items()}
-        _write(contents)
+        targets = _targets(json_to, outputs)
+        source, found = _run(question)
+        written = _write(targets, source, found)
     with printing():
         if json_to == "-":
             from zerosim.records.plan import encode
@@ -63,8 +63,8 @@ def plan(
             from zerosim.report import plan_console as console
 
             console.show(found, verbose=verbose, estimates=estimators)
-            for path in targets:
-                click.echo(f"written to {path}")
+            for path, what in written.items():
+                click.echo(f"written to {path}: {what}")
     if check and not found.fits:
         context.exit(1)
 
@@ -166,48 +166,62 @@ def _memory(text: str, option: str = "memory") -> int:
         raise ValueError(f"plan({option}): {error}") from error
 
 
-def _targets(json_to: str | None, chart: Path | None) -> dict[Path, Callable[[Plan], bytes]]:
-    """The files that were asked for, and how each is made. Refused, before anything is run, if one can't be written."""
-    from zerosim.records import plan as records
+def _targets(json_to: str | None, outputs: tuple[Path, ...]) -> dict[Path, str]:
+    """The files that were asked for, by what they are. ValueError, before anything is run, if one can't be written."""
+    from zerosim.api import plan_files
 
-    found: dict[Path, Callable[[Plan], bytes]] = {}
-    if json_to is not None and json_to != "-":
-        found[Path(json_to)] = records.encode
-    if chart is not None:
-        if chart.suffix.lower() not in CHARTS:
-            raise ValueError(f"plan(chart): the file's name ends in {', '.join(CHARTS)}; got {str(chart)!r}.")
-        from zerosim.report import plan_chart as charts
-
-        found[chart] = lambda plan: charts.drawn(plan, chart.suffix.lower()[1:])
-    if json_to is not None and chart is not None and Path(json_to).resolve() == chart.resolve():
-        raise ValueError(f"plan(FILE): {chart} is named for the plan and for its chart. Name another file for one.")
-    for path in found:
+    named = [] if json_to is None or json_to == "-" else [(Path(json_to), ".json")]
+    named += [(path, plan_files.form(path, "plan(out)")) for path in outputs]
+    places: set[Path] = set()
+    for path, _ in named:
+        if path.resolve() in places:
+            raise ValueError(f"plan(FILE): {path} is named for two things. Name another file for one.")
+        places.add(path.resolve())
         folder = path.resolve().parent
         if path.is_dir() or not os.access(folder, os.W_OK):
             reason = "is a folder" if path.is_dir() else f"cannot be written to {folder}"
             raise ValueError(f"plan(FILE): {path} {reason}. Name another file.")
         if path.exists() and not path.is_file():  # a file would take the place of the device or the pipe
             raise ValueError(f"plan(FILE): {path} is no file. Name another, or print the plan with --json -.")
-    return found
+    return dict(named)
 
 
-def _write(contents: dict[Path, bytes]) -> None:
+def _write(targets: dict[Path, str], source: ModelSource, plan: Plan) -> dict[Path, str]:
+    """Make all files, then write them; what each holds, in words."""
+    from zerosim.api import plan_files
     from zerosim.records.files import write_whole
 
-    for path, content in contents.items():
+    made = {}
+    for path, ending in targets.items():
+        with _progress(f"making {path.name}") as advance, _importable():
+            made[path] = plan_files.content(path, ending, source, plan, advance)
+    for path, (content, _) in made.items():
         try:
             write_whole(path.resolve(), content)  # of a link, what it leads to
         except OSError as error:
             raise Refused(f"plan(FILE): {path} cannot be written: {error.strerror}. Name another file.") from error
+    return {path: what for path, (_, what) in made.items()}
 
 
-def _run(question: Question) -> Plan:
-    """The plan, with a progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _run(question: Question) -> tuple[ModelSource, Plan]:
+    """The model and its plan."""
     from zerosim.planner import largest_model, models
     from zerosim.planner import plan as plans
+
+    with _progress("reading the model") as advance, _importable():
+        source = models.read(question.model, question.finetuning)
+        total = plans.work(question) + largest_model.work(question)
+        found = plans.make(source, question, lambda doing: advance(doing, total))
+        if question.largest_model:
+            found = largest_model.added(found, lambda doing: advance(doing, total))
+        return source, found
+
+
+@contextlib.contextmanager
+def _progress(doing: str) -> Iterator[Callable[[str, int | None], None]]:
+    """A progress bar on standard error, and what to call with what is done next, and of how many in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     # Standard output is the plan's: what a model's own code prints goes with the progress.
@@ -215,15 +229,12 @@ def _run(question: Question) -> Plan:
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
         contextlib.redirect_stdout(sys.stderr),
     ):
-        bar = progress.add_task("reading the model", total=plans.work(question) + largest_model.work(question))
+        bar = progress.add_task(doing, total=None)
 
-        def advance(doing: str) -> None:
-            progress.update(bar, advance=1, description=doing)
+        def advance(doing: str, total: int | None) -> None:
+            progress.update(bar, advance=total is not None, total=total, description=doing)
 
-        with _importable():
-            source = models.read(question.model, question.finetuning)
-        found = plans.make(source, question, advance)
-        return largest_model.added(found, advance) if question.largest_model else found
+        yield advance
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ PRECISIONS = (
 )
 FROZEN = ("fp32", "fp16", "bf16", "nf4", "nf4-double")
 NOT_PLANNED = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-CHARTS = (".png", ".svg", ".html")
 
 
 class Rate(click.ParamType[int]):
@@ -273,11 +272,13 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Write the plan as JSON to FILE; with - print it instead of the tables.",
     ),
     click.option(
-        "--chart",
+        "--out",
+        "outputs",
+        multiple=True,
         type=click.Path(dir_okay=False, path_type=Path),
-        default=None,
         metavar="FILE",
-        help="Draw the peaks by band to FILE: .png, .svg or .html.",
+        help="Write to FILE, by its ending: .html, a page with sliders; .png or .svg, the peaks by band; .trace.json, "
+        "a step for Perfetto; .pickle, a step for pytorch.org/memory_viz; .json, the plan.",
     ),
     click.option("--estimators", is_flag=True, help="Also what well-known formulas say, and the convention's rules."),
     click.option("-v", "--verbose", is_flag=True, help="Also the bands, the collectives, the peak and the time."),

@@ -15,7 +15,7 @@ from zerosim.layers import Layer, Role
 from zerosim.options import Options
 from zerosim.planner.cards import ASSUMED, Card, card
 from zerosim.planner.runner import StepRun
-from zerosim.planner.step_time import Limit, Operation, Ring, Sent, bound, duration, operations
+from zerosim.planner.step_time import Limit, Operation, Ring, Sent, Speeds, bound, duration, operations, queues
 from zerosim.planner.time_model import fitted
 from zerosim.records.plan import Cluster, StepEstimate, Time
 from zerosim.records.question import Question
@@ -89,6 +89,30 @@ def on_rings(work: Iterable[Operation], row: Stage, ranks: int, node: int | None
     return found
 
 
+def _work(
+    ran: StepRun, row: Stage, ranks: int, options: Options, tokens: int | None, placement: str
+) -> list[Operation]:  # fmt: skip
+    """What a step computes and sends, in the order of its log."""
+    done = operations(ran.report, ran.groups, None if tokens is None else products(ran.layers, tokens))
+    return on_rings(done, row, ranks, options.node, placement)
+
+
+def _expected(chosen: Card, record: Cluster) -> Speeds:
+    """The speeds that runs reach, or that somebody states."""
+    if record.efficiency is None:
+        return fitted().speeds(chosen, record.dtype)
+    return fitted().stated(chosen, record.dtype, record.efficiency)
+
+
+def spans(
+    ran: StepRun, ranks: int, chosen: Card, record: Cluster, options: Options, tokens: int | None, row: Stage,
+    placement: str,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """When each computation and each collective of a step's log begins and ends, by the estimate; seconds."""
+    work = _work(ran, row, ranks, options, tokens, placement)
+    return queues(work, _expected(chosen, record), ranks, prefetch=options.prefetch)
+
+
 def time(
     ran: StepRun, ranks: int, chosen: Card, record: Cluster, options: Options, tokens: int | None, row: Stage,
     placement: str,
@@ -99,14 +123,10 @@ def time(
     The estimate's error is known of models like those that it was fitted on. Where an efficiency is stated, the
     estimate takes that part of the peak, and its error is the reader's.
     """
-    done = operations(ran.report, ran.groups, None if tokens is None else products(ran.layers, tokens))
-    work = on_rings(done, row, ranks, options.node, placement)
+    work = _work(ran, row, ranks, options, tokens, placement)
     least = bound(work, chosen, ranks, dtype=record.dtype, prefetch=options.prefetch)
-    model = fitted()
-    if record.efficiency is None:
-        speeds, error = model.speeds(chosen, record.dtype), model.band if tokens and _alike(ran.layers) else None
-    else:
-        speeds, error = model.stated(chosen, record.dtype, record.efficiency), None
+    error = fitted().band if record.efficiency is None and tokens and _alike(ran.layers) else None
+    speeds = _expected(chosen, record)
     expected = duration(work, speeds, ranks, prefetch=options.prefetch)
     copying = 0.0 if ran.host is None else ran.host.copied / chosen.host
     bound_by = str(Limit.HOST) if copying > least.overlapped else str(least.binding)

@@ -65,6 +65,11 @@ class ConfigSource(ModelSource):
         return next((part[name] for part in parts for name in names if isinstance(part.get(name), int)), None)
 
     @property
+    def longest(self) -> int | None:  # type: ignore[override]
+        """The most tokens of a row that it was made for."""
+        return self.facts.most
+
+    @property
     def sequence(self) -> int | None:
         """The length of a row unless told otherwise."""
         facts = self.facts

@@ -67,6 +67,8 @@ class ModelSource(ABC):
     kind: str
     width: int | None = None
     """Of the hidden states of a language model, where it is known."""
+    longest: int | None = None
+    """The most tokens of a row that it was made for, where that is known."""
 
     @property
     @abstractmethod

@@ -67,12 +67,12 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
     cells = []
     for ranks in question.gpus:
         for row in question.rows:
-            cells.append(_cell(runner, row, ranks, chosen, cluster))
+            cells.append(cell(runner, row, ranks, chosen, cluster))
             advance(f"{row.name}, N = {ranks:,}")
     others = []
     for ranks in question.asked:
-        for row in (row for row in question.others if _possible(runner, row, ranks)):
-            others.append(_cell(runner, row, ranks, chosen, cluster))
+        for row in (row for row in question.others if possible(runner, row, ranks)):
+            others.append(cell(runner, row, ranks, chosen, cluster))
             advance(f"{row.name}, N = {ranks:,}")
     smallest: list[SmallestRanks] = []
     largest: list[LargestBatch] = []
@@ -112,7 +112,7 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
     )
 
 
-def _possible(runner: Runner, row: Stage, ranks: int) -> bool:
+def possible(runner: Runner, row: Stage, ranks: int) -> bool:
     """Whether another row is one of its own on so many GPUs, and can be run with what was asked for."""
     node = node_size(runner.question)
     if (row.two_axes or row.reshard_after_forward == "group") and (ranks <= node or ranks % node):
@@ -165,8 +165,10 @@ def _model(runner: Runner) -> ModelRecord:
     )
 
 
-def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster) -> Cell:
-    """A step without a limit, so that its peak is known, and where a card is too small what it has no room for."""
+def cell(
+    runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster, *, blame: bool = True
+) -> Cell:  # fmt: skip
+    """A step without a limit, so that its peak is known; to ``blame``, what a card too small for it has no room for."""
     question = runner.question
     ran = runner.run(row, ranks)
     sequence = question.sequence or runner.source.sequence
@@ -174,8 +176,9 @@ def _cell(runner: Runner, row: Stage, ranks: int, chosen: Card, cluster: Cluster
     room = shortage = None
     if question.memory is not None:
         room = question.memory - ran.peak.total
-        shortage = runner.shortage(row, ranks, question.memory)
-        assert (shortage is None) == (room >= 0 and not ran.host_short), "a card holds what its peak does not pass"
+        if blame:
+            shortage = runner.shortage(row, ranks, question.memory)
+            assert (shortage is None) == (room >= 0 and not ran.host_short), "a card holds what its peak does not pass"
         if room >= 0 and runner.prepare(row).states_alone:
             room = None  # of what a step adds nothing is known
     return Cell(

@@ -246,56 +246,62 @@ def duration(work: Iterable[Operation], speeds: Speeds, ranks: int, *, prefetch:
     """
     if ranks < 1:
         raise ValueError(f"duration(ranks): needs at least one; got {ranks!r}.")
-    if prefetch < 0:
-        raise ValueError(f"duration(prefetch): layers gathered ahead, 0 or more; got {prefetch!r}.")
     work = list(work)
     sent = [each for each in work if isinstance(each, Sent)]
-    computing = [speeds.computing(each) for each in work if isinstance(each, Computed)]
-    moving = [speeds.moving(each, ranks) for each in sent]
-    waiting = [speeds.waiting(each, ranks) for each in sent]
+    compute = sum(speeds.computing(each) for each in work if isinstance(each, Computed))
     by_link = {Limit.WITHIN: 0.0, Limit.BETWEEN: 0.0}
-    for seconds, link in moving:
+    for each in sent:
+        seconds, link = speeds.moving(each, ranks)
         by_link[link] += seconds
-    compute, bandwidth, latency = sum(computing), sum(by_link.values()), sum(waiting)
-    sending = [seconds + wait for (seconds, _), wait in zip(moving, waiting, strict=True)]
+    bandwidth, latency = sum(by_link.values()), sum(speeds.waiting(each, ranks) for each in sent)
     return Duration(
         compute,
         bandwidth,
         latency,
         max(by_link, key=lambda link: by_link[link]),
         compute + bandwidth + latency,
-        _two_queues(work, computing, sending, prefetch),
+        max((end for _, end in queues(work, speeds, ranks, prefetch=prefetch)), default=0.0),
     )
 
 
-def _two_queues(work: Sequence[Operation], computing: list[float], sending: list[float], prefetch: int) -> float:
-    """When the later of the two queues is done."""
-    phases = [each.phase for each in work if isinstance(each, Computed)]
-    ahead: dict[int, list[tuple[int, float]]] = {}  # gathers, by the computation that they are started before
-    after: dict[int, list[float]] = {}  # the rest, by how many computations they follow
-    done, durations = 0, iter(sending)
-    for each in work:
+def queues(
+    work: Sequence[Operation], speeds: Speeds, ranks: int, *, prefetch: int = 1
+) -> list[tuple[float, float]]:  # fmt: skip
+    """When each operation begins and ends, with overlap; seconds. ValueError for a negative prefetch."""
+    if prefetch < 0:
+        raise ValueError(f"duration(prefetch): layers gathered ahead, 0 or more; got {prefetch!r}.")
+    computing = [place for place, each in enumerate(work) if isinstance(each, Computed)]
+    ahead: dict[int, list[int]] = {}  # gathers, by the computation that they are started before
+    after: dict[int, list[int]] = {}  # the rest, by how many computations they follow
+    done = 0
+    for place, each in enumerate(work):
         if isinstance(each, Computed):
             done += 1
         elif each.needed_by is None:
-            after.setdefault(done, []).append(next(durations))
+            after.setdefault(done, []).append(place)
         else:
-            before = max(0, each.needed_by - prefetch)
-            ahead.setdefault(before, []).append((each.needed_by, next(durations)))
+            ahead.setdefault(max(0, each.needed_by - prefetch), []).append(place)
 
+    spans = [(0.0, 0.0)] * len(work)
     computes = sends = 0.0  # when each queue is free
-    ready: dict[int, float] = {}
+    ready: dict[int | None, float] = {}
+    phase = None
     for index in range(len(computing) + 1):
         # What follows a computation, and what is started before the next: neither begins before the former ended.
         # Gathers go first, as those who wait for them compute; a reduction is waited for by the optimizer alone.
-        for consumer, duration in ahead.get(index, []):
-            sends = max(sends, computes) + duration
-            ready[consumer] = sends
-        for duration in after.get(index, []):
-            sends = max(sends, computes) + duration
+        for place in (*ahead.get(index, ()), *after.get(index, ())):
+            sent = work[place]
+            assert isinstance(sent, Sent)
+            begin = max(sends, computes)
+            sends = begin + (speeds.moving(sent, ranks)[0] + speeds.waiting(sent, ranks))
+            spans[place] = begin, sends
+            ready[sent.needed_by] = sends
         if index < len(computing):
-            start = max(computes, ready.get(index, 0.0))
-            if phases[index] is Phase.OPTIMIZER and phases[max(0, index - 1)] is not Phase.OPTIMIZER:
-                start = max(start, sends)
-            computes = start + computing[index]
-    return max(computes, sends)
+            computed = work[computing[index]]
+            assert isinstance(computed, Computed)
+            begin = max(computes, ready.get(index, 0.0))
+            if computed.phase is Phase.OPTIMIZER and phase not in (None, Phase.OPTIMIZER):
+                begin = max(begin, sends)
+            computes, phase = begin + speeds.computing(computed), computed.phase
+            spans[computing[index]] = begin, computes
+    return spans

@@ -6,7 +6,6 @@ Owns how a plan is drawn. Takes records; computes nothing but units. Must not kn
 from __future__ import annotations
 
 import io
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,7 +14,6 @@ from matplotlib.patches import Patch
 from zerosim.bands import Band
 from zerosim.records.plan import Cell, Plan
 from zerosim.report import colors as palette
-from zerosim.report import plan_verdict as verdict
 from zerosim.report.figure_style import FAINT, INK, headline, legend, settle, styled
 from zerosim.util import sizes
 
@@ -25,9 +23,7 @@ UNITS = {False: ("B", "kB", "MB", "GB", "TB", "PB"), True: ("B", "KiB", "MiB", "
 
 
 def drawn(plan: Plan, form: str) -> bytes:
-    """The chart as ``"png"``, ``"svg"`` or ``"html"``: a file that opens offline."""
-    if form == "html":
-        return _page(plan).encode()
+    """The chart as ``"png"`` or ``"svg"``."""
     content = io.BytesIO()
     figure = peaks(plan)
     with styled():
@@ -140,47 +136,3 @@ def _total(cell: Cell) -> int:
 
 def _size(plan: Plan, nbytes: int) -> str:
     return sizes.text(nbytes, binary=plan.question.binary)
-
-
-def _page(plan: Plan) -> str:
-    """The same bars with every number under the pointer. ModuleNotFoundError where plotly is not installed."""
-    from plotly import graph_objects
-
-    unit, factor = _unit(plan)
-    ranks = [f"N = {cell.ranks:,}" for cell in plan.cells]
-    names = [cell.name for cell in plan.cells]
-    figure: Any = graph_objects.Figure()
-    for band in Band:
-        values = [cell.peak.by_band.get(band, 0) for cell in plan.cells]
-        if any(values):
-            figure.add_bar(
-                x=[ranks, names],
-                y=[value / factor for value in values],
-                name=str(band),
-                marker_color=palette.BANDS[band],
-                customdata=[_hover(plan, cell, band) for cell in plan.cells],
-                hovertemplate="%{customdata}<extra></extra>",
-            )
-    if (memory := plan.question.memory) is not None:
-        figure.add_hline(y=memory / factor, line_dash="dash", line_color=OVER, annotation_text="card")
-    figure.update_layout(
-        barmode="stack",
-        title=_plain(_finding(plan)),
-        yaxis_title=f"{unit} that a GPU holds at the peak of a step",
-        template="plotly_white",
-    )
-    return str(figure.to_html(include_plotlyjs=True, full_html=True))
-
-
-def _hover(plan: Plan, cell: Cell, band: Band) -> str:
-    value = cell.peak.by_band.get(band, 0)
-    where = verdict.instant(cell.peak)
-    return (
-        f"{band}: {value:,} B<br>{cell.name}, N = {cell.ranks:,}: {cell.peak.total:,} B "
-        f"({sizes.both(cell.peak.total)})<br>reached in {_plain(where)}"
-    )
-
-
-def _plain(text: str) -> str:
-    """Text in which plotly finds no markup."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
