@@ -226,6 +226,7 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "4", "--out", "x.pdf"], ".html (a page with sliders), .png (a chart)"),
         (["64,128", "--gpus", "4", "--out", "x.html.gz"], "got 'x.html.gz'"),
         (["64,128", "--gpus", "4", "--json", "/no/such/folder/x.json"], "cannot be written to /no/such/folder"),
+        (["64,128", "--gpus", "4", "--out", f"{__file__}/x.png"], "cannot be written to"),
         (["64,128", "--gpus", "4", "--json", "/"], "is a folder"),
         (["64,128", "--gpus", "4", "--micro-batch", "9" * 15], "at most 2,147,483,648"),
         (["64,128", "--gpus", "4", "--efficiency", "1.5"], "--efficiency"),

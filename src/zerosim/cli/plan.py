@@ -178,7 +178,7 @@ def _targets(json_to: str | None, outputs: tuple[Path, ...]) -> dict[Path, str]:
             raise ValueError(f"plan(FILE): {path} is named for two things. Name another file for one.")
         places.add(path.resolve())
         folder = path.resolve().parent
-        if path.is_dir() or not os.access(folder, os.W_OK):
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             reason = "is a folder" if path.is_dir() else f"cannot be written to {folder}"
             raise ValueError(f"plan(FILE): {path} {reason}. Name another file.")
         if path.exists() and not path.is_file():  # a file would take the place of the device or the pipe
