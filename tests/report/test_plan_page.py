@@ -442,7 +442,7 @@ def test_it_fits_every_screen(desk: Desk, which: str, width: int) -> None:
     )
     assert desk.js("return document.documentElement.scrollWidth") <= width
     if which == "whole":
-        desk.js("document.getElementById('scheme').scrollIntoView({ block: 'end' })")
+        desk.js("document.getElementById('map').scrollIntoView({ block: 'end' })")
         top, bottom = desk.js(
             "const box = document.getElementById('verdict').getBoundingClientRect(); return [box.top, box.bottom]"
         )
