@@ -24,6 +24,7 @@ from zerosim.lab.data import batches
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (
+    Check,
     Failure,
     OutOfMemoryRecord,
     Prediction,
@@ -125,6 +126,11 @@ class Run:
         return self.out_of_memory is None
 
     @property
+    def blamed(self) -> bool:
+        """Whether it is not as training written a second time."""
+        return any(failure.check == Check.SAME_TRAINING for failure in self.failures)
+
+    @property
     def scheme(self) -> Scheme:
         assert self._scheme is not None
         return self._scheme
@@ -186,11 +192,15 @@ class Run:
         return (card is None or on_card <= card) and (host is None or on_host <= host)
 
     def finish(self, *, sanitized: bool = True) -> list[Failure]:
-        """All that did not hold, what the card was to hold included, and what the sanitizer finds in one more run."""
+        """All that did not hold, what the card was to hold included, and what the sanitizer finds in one more run.
+
+        Before that run this one's memory is given back: what is to be read of it is read first.
+        """
         failures = self.failures + compare.fits_on_card(
             self.row.name, self.job.ranks, self.out_of_memory, self.fits_predicted()
         )
         if sanitized and self.running:
+            self._scheme = None  # the sanitizer makes another, and there may be no room for both
             batches = list(batches_of(self._settings, self.job.ranks, STRICT_STEPS))
             failures += sanitizer.run(self.row, self._settings, self.job.ranks, batches)
         return failures
