@@ -114,6 +114,7 @@ class Run:
         self.capacity = settings.capacity
         self.out_of_memory: OutOfMemoryRecord | None = None
         self.failures: list[Failure] = []
+        self.losses: list[float] = []  # as the steps returned them
         self._scheme: Scheme | None = None
         try:
             self._scheme = row(model, ranks, settings.options())
@@ -155,7 +156,7 @@ class Run:
             if self._settings.uneven:
                 self.job = replace(self.job, accumulate=len(rows), parts=rows)
             self._begun.append(self.job)
-            self.scheme.step(batch)
+            self.losses.append(self.scheme.step(batch))
         except OutOfMemory as error:
             self._end(error, step)
         else:

@@ -17,6 +17,7 @@ from zerosim.kernels.choice import choose
 from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import batches_of, job_of, model_of
+from zerosim.lab.record import unlike
 from zerosim.lab.side_by_side import predicted, together
 from zerosim.model import MLP
 from zerosim.records.ablations import Ablations
@@ -43,7 +44,10 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
         lambda step, row: advance(f"step {step} of {settings.steps}: {row.name}"),
     )  # fmt: skip
     records = [each.record() for each in runs]
-    del runs  # and with them what all ranks hold
+    for each, recorded in zip(runs, records, strict=True):
+        if each.running:
+            failures += unlike(recorded, each.scheme, each.losses, resumed=settings.resume_at is not None)
+    del runs, each  # and with them what all ranks hold
     sweep, found = _sweep(settings, rows, model, advance)
     return Results(
         schema=SCHEMA,

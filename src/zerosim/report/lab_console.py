@@ -21,8 +21,11 @@ WIDTH = 80  # where there is no terminal to ask
 SHOWN, SHOWN_VERBOSE = 5, 20  # kinds of failure of a check
 
 
-def show(results: Results, out: Path, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print what was run, the verdicts, a table of the schemes and where it was written; ``verbose`` for all tables."""
+def show(results: Results, out: Path | None, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print what was run, the verdicts, a table of the schemes and where it was written, if it was.
+
+    ``verbose`` is for all tables.
+    """
     console = screen(console, width=WIDTH)
     settings = results.settings
     console.print(
@@ -37,7 +40,8 @@ def show(results: Results, out: Path, console: Console | None = None, *, verbose
     for table in details(results) if verbose else ():
         console.print()
         console.print(table)
-    console.print(f"written to {out}/: report.html, results.json, trace.json and the figures", markup=False)
+    if out is not None:
+        console.print(f"written to {out}/: report.html, results.json, trace.json and the figures", markup=False)
     if not verbose:
         console.print("[dim]-v: each step, band and collective, the work, the sweep over N, broken rules[/]")
 

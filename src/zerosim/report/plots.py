@@ -43,9 +43,12 @@ __all__ = ["figures", "loss", "memory", "save_figures", "timeline", "traffic"]
 _LABEL = 0.165  # inches of height that the label of a line needs
 
 
+NAMES = ("memory", "loss", "traffic", "timeline")
+
+
 def figures(results: Results) -> dict[str, Figure]:
-    """The figures of a lab run: "memory", "loss", "traffic" and "timeline"."""
-    return {draw.__name__: draw(results) for draw in (memory, loss, traffic, timeline)}
+    """The figures of a lab run, by these names."""
+    return {name: globals()[name](results) for name in NAMES}
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
