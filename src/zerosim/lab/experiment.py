@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from zerosim import theory
-from zerosim.checks import compare, sanitizer
+from zerosim.checks import allocations, compare, sanitizer
 from zerosim.checks.perceptron import Given
 from zerosim.checks.reference import Reference
 from zerosim.counts import Report
@@ -204,6 +204,8 @@ class Run:
             self._scheme = None  # the sanitizer makes another, and there may be no room for both
             batches = list(batches_of(self._settings, self.job.ranks, STRICT_STEPS))
             failures += sanitizer.run(self.row, self._settings, self.job.ranks, batches)
+            if self.job.ranks == self._settings.ranks:  # one N is enough: what is kept there is kept anywhere
+                failures += allocations.run(self.row, self._settings, self.job.ranks, batches)
         return failures
 
     def record(self) -> SchemeRecord:
