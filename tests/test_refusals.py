@@ -18,7 +18,7 @@ from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.options import Options
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO2
-from zerosim.worlds.local import LocalRing
+from zerosim.worlds.local import LocalRing, footprint
 
 RANKS, ROWS, WIDTHS = 3, 2, (5, 7, 4)
 
@@ -274,7 +274,7 @@ def test_a_batch_is_not_kept_or_changed() -> None:
 def test_an_optimizer_without_moments_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for plain descent, to the byte, is enough for it and not for Adam; a byte less is not enough."""
     sizes, n = [5 * 7 + 7, 7 * 3 + 3], 9
-    need = n * DP.footprint(sizes, n, PRECISIONS["mixed"], SGD().states)
+    need = footprint(DP, sizes, n, Options(optimizer=SGD()))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=need))
     assert DP(MLP((5, 7, 3)), n, optimizer=SGD()).ring.size == n
     with pytest.raises(MemoryError):
@@ -295,7 +295,7 @@ def test_what_there_is_no_memory_for_is_refused_with_what_would_fit(
     sizes = [5 * 7 + 7, 7 * 3 + 3]
 
     def needed(stage: Stage, ranks: int) -> int:
-        return ranks * stage.footprint(sizes, ranks, PRECISIONS["mixed"], optimizer.states)
+        return footprint(stage, sizes, ranks, Options(optimizer=optimizer))
 
     free = needed(DP, 8)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))

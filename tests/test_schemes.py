@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from helpers import Batch, apart, batches, bits, contents, each_gather, each_stage, sizes
-from zerosim.bands import FP32, MODEL_STATES, PRECISIONS, Array, Band, DType
+from zerosim.bands import FP32, MODEL_STATES, Array, Band, DType
 from zerosim.buckets import Bucket
 from zerosim.counts import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
-from zerosim.options import Gather
+from zerosim.options import Gather, Options
 from zerosim.ranks import OutOfMemory, Rank
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
-from zerosim.worlds.local import LocalRing
+from zerosim.worlds.local import LocalRing, footprint
 
 WIDTHS = (5, 7, 3)
 SIZES = sizes(WIDTHS)
@@ -428,7 +428,7 @@ def test_the_memory_that_a_stage_will_need(stage: Stage, whole: int, sharded: in
     """States whole or sharded, and the largest bucket's gathered parameters and unreduced gradients for a while."""
     small, large = 7, 13  # chunks of 2 and 3 elements on five ranks
     states = whole * 5 * (2 + 3) + sharded * (2 + 3)
-    assert stage.footprint([small, large], 5, PRECISIONS["mixed"], Adam().states) == states + transient * 5 * 3
+    assert footprint(stage, [small, large], 5, Options()) == 5 * (states + transient * 5 * 3)
 
 
 class Counted(MLP):

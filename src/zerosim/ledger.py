@@ -12,7 +12,7 @@ chunk makes the ranks' padding differ.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -123,6 +123,12 @@ class Ledger:
             report.peak_without_activations, self._instant_without = _peak(held, unit, phase), None
         return report
 
+    def agrees(self, found: Mapping[str, int]) -> bool:
+        """Whether so many bytes of each band were found, and the sums are theirs."""
+        booked = {band: self.held.get(band, 0) + self.host.get(band, 0) for band in [*self.held, *self.host]}
+        without = sum(nbytes for band, nbytes in self.held.items() if band not in self.apart)
+        return _some(booked) == found and (self.total, self._without) == (sum(self.held.values()), without)
+
     # -- traffic, counted inside the ring's hop
 
     def sending(
@@ -185,6 +191,7 @@ class Ledger:
         self._close()
         self.steps += 1
         self._open = report = Report(step=self.steps)
+        self._uncredited = 0
         self._highest, self._instant = self.total, (self.held.copy(), "", self.phase)
         self._highest_without, self._instant_without = self._without, (self.held.copy(), "", self.phase)
         report.host_peak = Peak(sum(self.host.values()), _some(self.host))

@@ -21,6 +21,7 @@ from zerosim.bands import FP32, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.comm import Comm
 from zerosim.gradients import Gradients
+from zerosim.layers import MicroBatch
 from zerosim.options import LossScale, Options
 from zerosim.ranks import Ranks
 from zerosim.stages import Over, Stage
@@ -40,6 +41,15 @@ def tell(comm: Comm, ranks: Ranks, mine: Shaped[Array, "R k"], what: str) -> Sha
         everyone = everyone.copy()
     ranks.free(held)
     return everyone
+
+
+def total_weight(comm: Comm, ranks: Ranks, parts: Sequence[MicroBatch]) -> Array:
+    """What all ranks' micro-batches weigh together, as each rank here has heard [R]."""
+    mine = np.sum([each.weights for each in parts], axis=0).astype(FP32)
+    heard: Array = tell(comm, ranks, mine[:, None], "rows").sum(axis=(1, 2), dtype=np.float64)
+    if not heard.all():
+        raise ValueError("step(batch): the rows or weights of all ranks sum to zero. Leave the step out.")
+    return heard
 
 
 def in_use(comm: Comm, ranks: Ranks, gradients: Gradients) -> list[bool] | None:

@@ -25,14 +25,14 @@ from zerosim.ledger import Ledger
 from zerosim.options import LossScale, Options
 from zerosim.parameters import Parameters
 from zerosim.ranks import Ranks, Workspace
-from zerosim.scaling import Agreement, Scaler, in_use, tell
+from zerosim.scaling import Agreement, Scaler, in_use, total_weight
 from zerosim.stages import DP, SCHEMES, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.updates import Update
 from zerosim.util import arguments
 from zerosim.util.batches import micro_batches
 from zerosim.util.front_door import public
 from zerosim.util.shapes import Float, Shaped
-from zerosim.worlds.local import LocalRing
+from zerosim.worlds.local import LocalRing, check_room
 
 if TYPE_CHECKING:
     from zerosim.api.compare import Comparison
@@ -41,19 +41,6 @@ if TYPE_CHECKING:
 Listener = TypeVar("Listener", bound=Callable[[Event], object])
 __all__ = ["DP", "SCHEMES", "Scheme", "Stage", "ZeRO1", "ZeRO2", "ZeRO3"]
 LASTING = (*MODEL_STATES, Band.BUFFERS, Band.BUCKET)  # what outlives a step
-
-
-def _check_memory(stage: Stage, sizes: Sequence[int], ranks: int, options: Options) -> None:
-    """Refuse N ranks in this process that the machine has no memory for, and say what would fit."""
-
-    def need(row: Stage, n: int) -> int:
-        return n * row.footprint(sizes, n, options.recipe, options.optimizer.states)
-
-    fewer = [1 << power for power in reversed(range((ranks - 1).bit_length()))]
-    others = [(row, ranks) for row in SCHEMES] + [(stage, n) for n in fewer]
-    arguments.check_memory(
-        f"{stage.name} on {ranks} ranks", need(stage, ranks), {f"{row.name} on {n}": need(row, n) for row, n in others}
-    )
 
 
 class Scheme:
@@ -103,7 +90,7 @@ class Scheme:
             self.layers = [Checkpointed(layer) for layer in self.layers]
         groups = distinct(self.layers)
         if ring is None:
-            _check_memory(stage, [group.size for group in groups], ranks, options)
+            check_room(stage, [group.size for group in groups], ranks, options)
         self.ring = ring or LocalRing(ranks)
         if self.ring.size != ranks:
             raise ValueError(
@@ -125,6 +112,7 @@ class Scheme:
             return [kind(ring, dtype, blocks, self.ledger) for ring in rings]
 
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
+        self._changed, self._doubt = False, ""  # whether a step has begun to change states; why none may follow
         self.steps = self.updates = 0  # all, and those that were applied: the optimizer's step count
         self._turn, self._weighed = Turn(self.ring.ids, 0, 0), options.uneven and options.average == "rows"
         self.scaler = Scaler(options.loss_scale) if isinstance(options.loss_scale, LossScale) else None
@@ -154,14 +142,18 @@ class Scheme:
         one number, such as of tokens, or a list of one for each micro-batch.
 
         Raises ValueError or TypeError, before anything changes, for a batch that does not
-        fit; OutOfMemory if a card's capacity would be passed, with the report up to there.
+        fit; OutOfMemory if a card's capacity would be passed, with the report up to there. After an error or an
+        interrupt the scheme stands where it stood before the step or, if states were changing, refuses to go on.
         """
+        self.check_whole("step")
         micro_batches = self._cut(batch, weights)
+        self._changed = any(Band.BUFFERS in bucket.states for bucket in self.buckets)  # forward may write to them
+        self._doubt = f"step {self.steps + 1} was cut short while states changed: ranks may not agree"
         overflow: Any = None if self.scaler is None else "ignore"  # a step that overflows is skipped
         with self.ledger.step() as report, np.errstate(over=overflow, invalid=overflow):
             try:
                 self._gradients.begin()
-                total = self._total(micro_batches)
+                total = total_weight(self._scalars[0], self.ranks, micro_batches) if self._weighed else None
                 losses: list[Any] = []
                 for index, each in enumerate(micro_batches):
                     self._turn = Turn(self.ring.ids, self.steps, index)
@@ -173,10 +165,11 @@ class Scheme:
                     shares = np.concatenate([each.weights for each in micro_batches])
                     report.loss = float(np.average(np.concatenate(losses), weights=shares))
                 report.padding = self._padding.copy()
-                return report.loss
             except BaseException:
                 self._abandon()
                 raise
+        self._doubt = ""
+        return report.loss
 
     def _cut(self, batch: Sequence[Any], weights: Sequence[Any] | None) -> list[MicroBatch]:
         """The batch as micro-batches, once it is known to be sound."""
@@ -189,16 +182,6 @@ class Scheme:
         arguments.divides("step(batch)", "accumulate", k, x.shape[1])
         rows = x.shape[1] // k
         return [MicroBatch(x[:, at : at + rows], y[:, at : at + rows]) for at in range(0, k * rows, rows)]
-
-    def _total(self, parts: Sequence[MicroBatch]) -> Array | None:
-        """What all ranks' micro-batches weigh together, as each rank here has heard [R]; None if they count alike."""
-        if not self._weighed:
-            return None
-        mine = np.sum([each.weights for each in parts], axis=0).astype(FP32)
-        heard: Array = tell(self._scalars[0], self.ranks, mine[:, None], "rows").sum(axis=(1, 2), dtype=np.float64)
-        if not heard.all():
-            raise ValueError("step(batch): the rows or weights of all ranks sum to zero. Leave the step out.")
-        return heard
 
     def _micro_batch(self, given: MicroBatch, total: Array | None, *, last: bool) -> Any:
         """Forward and backward on some rows of the batch; the loss of each rank [R]."""
@@ -247,26 +230,30 @@ class Scheme:
                     dy = dx
             reduced = self._gradients.written(layer, last=last)
             if self.options.in_backward:
+                self._changed = True
                 self._update.at_once(reduced, rate=self._rate())
 
     def _apply(self, report: Report) -> None:
         """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
-        self.steps += 1
         factor = None
         with self.ledger.during(Phase.HOST_OPTIMIZER if "optimizer" in self.shard.offload else Phase.OPTIMIZER):
             if self.agreement is not None:
                 report.scale = 1.0 if self.scaler is None else self.scaler.scale
                 agreed = self.agreement.reach(report.scale)
                 factor, report.norm = agreed.factor, None if agreed.norm is None else float(agreed.norm[0])
-                if self.scaler is not None:
-                    self.scaler.update(finite=agreed.finite)
-                    if not agreed.finite:
-                        report.skipped = True
-                        return
+            used = None
+            if self.options.find_unused and (self.scaler is None or agreed.finite):
+                used = in_use(self._scalars[0], self.ranks, self._gradients)
+            self._changed = True
+            self.steps += 1
+            if self.scaler is not None:
+                self.scaler.update(finite=agreed.finite)
+                if not agreed.finite:
+                    report.skipped = True
+                    return
             self.updates += 1
             if self.options.in_backward:  # all has been done
                 return
-            used = in_use(self._scalars[0], self.ranks, self._gradients) if self.options.find_unused else None
             self._update.apply(factor, rate=self._rate(), used=used)
             for bucket in self.buckets:
                 if bucket.trainable:
@@ -280,11 +267,18 @@ class Scheme:
         return schedule.factor(self.updates - 1 if schedule.counts == "updates" else self.steps - 1)
 
     def _abandon(self) -> None:
-        """After an error within a step: give back all that does not outlive a step."""
+        """After an error within a step: give back all that does not outlive a step, so that another can begin."""
         self._parameters.forget()
-        for band, _, array in list(self.ranks.live()):
+        for band, _, array in self.ranks.live():
             if band not in LASTING:
                 self.ranks.free(array)
+        if not self._changed and self.ledger.agrees(self.ranks[0].held()):
+            self._doubt = ""
+
+    def check_whole(self, call: str) -> None:
+        """Refuse to go on after a step that has changed some of what is kept and not the rest. RuntimeError."""
+        if self._doubt:
+            raise RuntimeError(f"{call}: {self._doubt}. Load what was saved before it, or build the scheme anew.")
 
     @cached_property
     def _padding(self) -> list[int]:

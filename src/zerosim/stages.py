@@ -11,12 +11,12 @@ piece, and the rules that a row must keep. Must not know the training step that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from zerosim.bands import FP32, Band, Precision
+from zerosim.bands import Band
 from zerosim.options import Options, chosen, with_options
 from zerosim.util.front_door import public
 
@@ -185,23 +185,6 @@ class Stage:
         if self.over(band) is Over.GROUP:
             return member, node or ranks
         return (member * (ranks // (node or ranks)) + group if self.two_axes else rank), ranks
-
-    def footprint(
-        self, sizes: Sequence[int], ranks: int, precision: Precision, moments: Sequence[Band], node: int | None = None
-    ) -> int:
-        """Bytes that one of ``ranks`` ranks will need for buckets of these sizes, activations and ring left out.
-
-        For deciding whether to start at all: the model states, and the largest bucket's whole
-        parameters and gradients where they exist only for a while.
-        """
-        dtypes = precision.dtypes(wire=FP32)
-        padded = [-(-size // ranks) * ranks for size in sizes]
-        states = sum(
-            dtypes[band].itemsize * size // self.piece(band, 0, ranks, node)[1]
-            for size in padded
-            for band in (*precision.states, *moments)
-        )
-        return states + (bool(self.params) + bool(self.grads)) * precision.working.itemsize * max(padded)
 
 
 DP = Stage("data parallel")

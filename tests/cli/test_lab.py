@@ -81,7 +81,7 @@ def test_a_failed_check_is_named_and_exits_with_one(tmp_path: Path, monkeypatch:
     result = run(*SMALL, out=tmp_path)
     assert result.exit_code == 1
     assert "✗ same training FAILS: " in result.output
-    assert "  ZeRO-1, N = 3, step 1, rank 1: params of layer 1, element 2: measured" in result.output
+    assert "  ZeRO-1, N = 3, step 1, rank 1: params of layer 1, element 2, against plain training: " in result.output
     assert results.load(tmp_path / "results.json").failures
 
 

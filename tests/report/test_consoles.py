@@ -100,17 +100,17 @@ def test_all_that_the_lab_knows_is_said_on_request(width: int) -> None:
 def test_what_fails_in_the_lab_comes_first_in_lines_of_their_own() -> None:
     """The check that fails, and below it where, in one line each, though they are longer than a screen is wide."""
     console = Console(file=io.StringIO())
-    some = [failure(Check.AS_PREDICTED, step=step) for step in range(1, 8)]
+    some = [failure(Check.AS_PREDICTED, f"row {step}", step) for step in range(1, 8)]
     lab_console.show(replace(lab(), failures=some), Path("out"), console)
     printed = lines(console)
     at = place(printed, "✗ as predicted FAILS: 7 values differ")
     assert at < place(printed, "✓ same training holds: ")
     assert printed[at + 1 : at + 1 + lab_console.SHOWN] == [
-        f"  ZeRO-2, N = 32, step {step}, rank 5: master of layer 2, element 11, against plain training: "
+        f"  row {step}, N = 32, step {step}, rank 5: master of layer 2, element 11, against plain training: "
         "measured 0.30000001192092896, expected 0.10000000149011612"
         for step in range(1, 1 + lab_console.SHOWN)
     ]
-    assert printed[at + 1 + lab_console.SHOWN] == "  and 2 more, in results.json"
+    assert printed[at + 1 + lab_console.SHOWN] == "  and 2 other kinds, in results.json"
 
 
 def test_who_runs_out_of_memory_is_said_below_the_table() -> None:
@@ -217,3 +217,31 @@ def test_frameworks_in_short() -> None:
     [row] = [line.split() for line in printed if "≤" in line]
     assert " ".join(row) == "FSDP2, ZeRO-3, kept 8.00 ≤ 12.00 2.00 3.00"
     assert "Not run (not installed): DeepSpeed 1; DeepSpeed 2." in printed
+
+
+def test_a_thousand_steps_are_a_screen() -> None:
+    """However many steps there were, the tables have as many lines, with those steps that something happened in."""
+
+    def longer(found: Results, steps: int) -> Results:
+        schemes = [
+            replace(each, steps=[replace(each.steps[0], step=step + 1) for step in range(steps)])
+            for each in found.schemes
+        ]
+        alike = [each for each in found.differences if each.step == 1]
+        differences = [
+            replace(each, step=step + 1, differing=each.differing | {"params": int(step + 1 == 500)})
+            for step in range(steps)
+            for each in alike
+        ]
+        return replace(found, schemes=schemes, differences=differences)
+
+    lengths = {}
+    for steps in (100, 1000):
+        console = on_a_terminal(80)
+        lab_console.show(longer(lab("lab_mixed"), steps), Path("out"), console, verbose=True)
+        lengths[steps] = len(lines(console))
+    assert lengths[1000] <= lengths[100] + 1
+    printed = lines(console)
+    shown = [line.split()[0] for line in printed if re.match(r" +\d+ +0 \(", line) or " (4) " in line]
+    assert shown == ["1", "2", "3", "4", "500", "997", "998", "999", "1000"]
+    assert any("Of 1,000 steps 9 are shown" in line for line in printed)

@@ -193,6 +193,10 @@ class _Plain:
         return self.out_of_memory is None
 
     @property
+    def blamed(self) -> bool:
+        return False  # there is nothing but the others to compare it with
+
+    @property
     def scheme(self) -> Scheme:
         assert self._scheme is not None
         return self._scheme

@@ -29,13 +29,15 @@ def save(scheme: Scheme, folder: str | Path) -> Index:
 
     What was there before stays until all of it is written. A rank's pieces are copied to its host before
     they are written; the ledger has the copies. OSError, with the older checkpoint intact, if the disk is full;
-    CheckpointError if another is being written there; ValueError for a run of which not all ranks live here.
+    CheckpointError if another is being written there; ValueError for a run of which not all ranks live here;
+    RuntimeError for one whose last step was cut short while states changed.
 
     >>> import zerosim as zs
     >>> zs.save(zs.ZeRO2(zs.MLP(), ranks=2), "folder").row.name
     'ZeRO-2'
     """
     folder = Path(folder)
+    scheme.check_whole("save")
     if len(scheme.ring.ids) != scheme.ring.size:
         raise ValueError(
             f"save: {len(scheme.ring.ids)} of {scheme.ring.size} ranks live in this process. Save where all of them do."

@@ -6,6 +6,7 @@ Owns the ways in which a command ends early. Must not know what the commands do.
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
 import shutil
@@ -93,7 +94,8 @@ def writable(folder: Path, call: str, *names: str) -> None:
 def replacing(folder: Path) -> Iterator[Path]:
     """A folder to write files to, which take their places in ``folder`` together, at the end, or not at all.
 
-    Told to end (SIGINT, SIGTERM), it leaves nothing behind; once the files are complete it is finished first.
+    Told to end (SIGINT, SIGTERM), it leaves nothing behind; once the files are complete it is finished first. What a
+    command left behind that was killed outright is swept, and older files that it had moved aside are put back.
     """
     early: list[int] = []
 
@@ -102,21 +104,77 @@ def replacing(folder: Path) -> Iterator[Path]:
 
     before = {number: signal.signal(number, lambda number, _: early.append(number)) for number in _ENDING}
     try:
-        staging = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
+        for left in folder.glob(f"{_STAGING}*"):
+            with _alone(left) as dead:
+                if dead:
+                    _restore(left, folder)
+                    shutil.rmtree(left, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(dir=folder, prefix=_STAGING))
         try:
-            _handle(end)
-            for number in early:
-                end(number, None)
-            yield staging
-            _handle(signal.SIG_IGN)
-            for path in sorted(staging.iterdir()):
-                path.replace(folder / path.name)
+            with _alone(staging):
+                _handle(end)
+                for number in early:
+                    end(number, None)
+                yield staging
+                _handle(signal.SIG_IGN)
+                _place(staging, folder)
         finally:
             _handle(signal.SIG_IGN)
             shutil.rmtree(staging, ignore_errors=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_STAGING, _OLDER = ".writing-", ".older"
+
+
+def _place(staging: Path, folder: Path) -> None:
+    """Move all files to the folder; if one cannot be, those that were there come back. OSError then."""
+    older, placed = staging / _OLDER, []
+    files = sorted(path for path in staging.iterdir())
+    older.mkdir()
+    try:
+        for path in files:
+            target = folder / path.name
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, f"{path.name} in it is a folder", str(target))
+            if target.exists():
+                target.replace(older / path.name)
+            placed.append(target)
+            path.replace(target)
+    except BaseException:
+        for target in placed:
+            target.unlink(missing_ok=True)
+        _restore(staging, folder)
+        raise
+
+
+def _restore(staging: Path, folder: Path) -> None:
+    """Put back what was moved aside."""
+    if (older := staging / _OLDER).is_dir():
+        for path in older.iterdir():
+            path.replace(folder / path.name)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Hold a folder for as long as the block lasts; whether nobody else does. The system lets go of what dies."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # where there are no such locks nothing is known to be dead
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(handle)
 
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)

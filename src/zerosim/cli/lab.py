@@ -23,6 +23,7 @@ from zerosim.cli.report import PAGE, save_pages
 from zerosim.lab.data import DATA
 from zerosim.optimizer import AdamW
 from zerosim.options import Average, Gather, Sync
+from zerosim.records.files import ResultsError
 from zerosim.records.results import Results, Settings, encode, save
 from zerosim.stages import SCHEMES, Stage
 
@@ -158,25 +159,45 @@ def lab(out: Path, as_json: bool, verbose: bool, rows: Sequence[Stage], **option
         settings = Settings(widths=[64, 128, 128, 64], **_named(options))
         warnings.filterwarnings("ignore", message="LossScale")  # it was said as it was read
         suite.validate(settings, rows)
-        writable(out, "lab", RESULTS, *PAGE)
+        writable(out, "lab", RESULTS, *PAGE, *FIGURES)
         found = _run(settings, rows)
+    trouble, code = _write(found, out)
+    with printing():
+        if as_json:
+            click.echo(encode(found), nl=False)
+        else:
+            console.show(found, None if trouble else out, verbose=verbose)
+            if not trouble and find_spec("matplotlib") is None:
+                click.echo("without figures, which take matplotlib: pip install 'zerosim[plots]'")
+    if trouble:
+        click.echo(f"Error: {trouble}", err=True)
+    sys.exit(1 if found.failures else code)
+
+
+def _write(found: Results, out: Path) -> tuple[str, int]:
+    """Write everything that is made of the results, all of it or nothing. If not, why and what to do; the exit code.
+
+    What is written is read again, and must be what was found.
+    """
+    from zerosim.lab.record import check_written
+
+    try:
         with replacing(out) as staging, _progress(2) as advance:
             advance("drawing the figures")
             drawn = _draw(found, staging)
             advance("writing the page")
             save_pages(found, staging)
             save(found, staging / RESULTS)
+            check_written(staging / RESULTS, found)
         if not drawn:  # those of an earlier run would be of other results
             for name in FIGURES:
                 (out / name).unlink(missing_ok=True)
-    with printing():
-        if as_json:
-            click.echo(encode(found), nl=False)
-        else:
-            console.show(found, out, verbose=verbose)
-            if not drawn:
-                click.echo("without figures, which take matplotlib: pip install 'zerosim[plots]'")
-    sys.exit(1 if found.failures else 0)
+    except OSError as error:
+        why = f"nothing was written to {out}: {error.strerror or error}. What was there before stands."
+        return f"{why} Make room, or name another folder with --out, and run it again.", 2
+    except ResultsError as error:
+        return f"nothing was written to {out}: {error} This is a fault of zerosim's; what is printed was found.", 1
+    return "", 0
 
 
 def _draw(found: Results, folder: Path) -> bool:
@@ -210,10 +231,17 @@ def _run(settings: Settings, rows: Sequence[Stage]) -> Results:
 def _progress(total: int | None) -> Iterator[Callable[[str], None]]:
     """What it is at, on standard error where that is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description:<28.28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console, left = Console(stderr=True), TimeRemainingColumn(compact=True)
+    columns = TextColumn("{task.description:<28.28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("starting", total=total)
         yield lambda doing: progress.update(bar, advance=1, description=doing)

@@ -11,7 +11,6 @@ import click
 
 from zerosim.cli import options as shared
 from zerosim.cli.errors import errors_for_people, printing, replacing, writable
-from zerosim.records.consistency import load
 from zerosim.records.results import Results
 
 PAGE = ("report.html", "trace.json")
@@ -26,6 +25,8 @@ def report(recorded: Path, out: Path | None) -> None:
     They are report.html and trace.json. The page opens offline: verdicts, tables, charts, and a
     player that replays the events of a step. The trace opens in Perfetto or chrome://tracing.
     """
+    from zerosim.lab.record import load
+
     out = out or recorded.parent
     with errors_for_people():
         found = load(recorded)

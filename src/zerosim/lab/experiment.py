@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from zerosim import theory
-from zerosim.checks import compare, sanitizer
+from zerosim.checks import allocations, compare, sanitizer
 from zerosim.checks.perceptron import Given
 from zerosim.checks.reference import Reference
 from zerosim.counts import Report
@@ -24,6 +24,7 @@ from zerosim.lab.data import batches
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
 from zerosim.records.results import (
+    Check,
     Failure,
     OutOfMemoryRecord,
     Prediction,
@@ -113,6 +114,7 @@ class Run:
         self.capacity = settings.capacity
         self.out_of_memory: OutOfMemoryRecord | None = None
         self.failures: list[Failure] = []
+        self.losses: list[float] = []  # as the steps returned them
         self._scheme: Scheme | None = None
         try:
             self._scheme = row(model, ranks, settings.options())
@@ -123,6 +125,11 @@ class Run:
     def running(self) -> bool:
         """Whether it has not run out of memory."""
         return self.out_of_memory is None
+
+    @property
+    def blamed(self) -> bool:
+        """Whether it is not as training written a second time."""
+        return any(failure.check == Check.SAME_TRAINING for failure in self.failures)
 
     @property
     def scheme(self) -> Scheme:
@@ -149,7 +156,7 @@ class Run:
             if self._settings.uneven:
                 self.job = replace(self.job, accumulate=len(rows), parts=rows)
             self._begun.append(self.job)
-            self.scheme.step(batch)
+            self.losses.append(self.scheme.step(batch))
         except OutOfMemory as error:
             self._end(error, step)
         else:
@@ -186,13 +193,19 @@ class Run:
         return (card is None or on_card <= card) and (host is None or on_host <= host)
 
     def finish(self, *, sanitized: bool = True) -> list[Failure]:
-        """All that did not hold, what the card was to hold included, and what the sanitizer finds in one more run."""
+        """All that did not hold, what the card was to hold included, and what the sanitizer finds in one more run.
+
+        Before that run this one's memory is given back: what is to be read of it is read first.
+        """
         failures = self.failures + compare.fits_on_card(
             self.row.name, self.job.ranks, self.out_of_memory, self.fits_predicted()
         )
         if sanitized and self.running:
+            self._scheme = None  # the sanitizer makes another, and there may be no room for both
             batches = list(batches_of(self._settings, self.job.ranks, STRICT_STEPS))
             failures += sanitizer.run(self.row, self._settings, self.job.ranks, batches)
+            if self.job.ranks == self._settings.ranks:  # one N is enough: what is kept there is kept anywhere
+                failures += allocations.run(self.row, self._settings, self.job.ranks, batches)
         return failures
 
     def record(self) -> SchemeRecord:

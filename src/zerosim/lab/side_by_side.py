@@ -31,6 +31,11 @@ class Training(Protocol):
     def running(self) -> bool: ...
 
     @property
+    def blamed(self) -> bool:
+        """Whether it is known to be at fault itself, however it compares with others."""
+        ...
+
+    @property
     def scheme(self) -> Scheme: ...
 
     @property
@@ -82,14 +87,32 @@ def together(
             if running[0] is not (first := next(iter(orders.values()))[0]):
                 between.append(compare.compare(running[0].scheme, compare.whole_states(first.scheme), step)[0])
             reference = compare.whole_states(running[0].scheme)
+            unlike: list[Failure] = []
             for each in running:
                 if each is running[0] and each.scheme.shard.optimizer is Over.ALL:
                     continue  # no copies to compare: its shards against themselves would prove nothing
                 difference, found = compare.compare(each.scheme, reference, step)
                 differences.append(difference)
-                failures += found
+                unlike += found
             losses = {each.row.name: each.reports[-1].loss for each in running}
-            failures += compare.same_losses(losses, ranks, step)
+            unlike += compare.same_losses(losses, ranks, step)
+            if unlike and not any(each.blamed for each in running):  # or those who are have been named
+                failures += _culprits(running, step) or unlike
     for each in runs:
         failures += each.finish(sanitized=False)  # the lab's sweep goes up to this N, and is sanitized
     return differences, between, failures
+
+
+def _culprits(running: Sequence[Training], step: int) -> list[Failure]:
+    """What to say instead where it is the first that differs from all others, and these are alike; else nothing."""
+    first, *others = running
+    if len(others) < 2:
+        return []
+    reference = compare.whole_states(others[0].scheme)
+    losses = {each.row.name: each.reports[-1].loss for each in others}
+    if any(compare.compare(each.scheme, reference, step)[1] for each in others):
+        return []
+    if compare.same_losses(losses, first.scheme.ring.size, step):
+        return []
+    mine = {others[0].row.name: others[0].reports[-1].loss, first.row.name: first.reports[-1].loss}
+    return compare.compare(first.scheme, reference, step)[1] + compare.same_losses(mine, first.scheme.ring.size, step)

@@ -17,9 +17,11 @@ from zerosim.kernels.choice import choose
 from zerosim.lab import ablations
 from zerosim.lab.data import DATA
 from zerosim.lab.experiment import batches_of, job_of, model_of
+from zerosim.lab.record import unlike
 from zerosim.lab.side_by_side import predicted, together
 from zerosim.model import MLP
 from zerosim.records.ablations import Ablations
+from zerosim.records.failures import ordered
 from zerosim.records.results import SCHEMA, Failure, Results, Settings, SweepRow
 from zerosim.schemes import SCHEMES, Stage
 from zerosim.util import arguments
@@ -41,6 +43,11 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
         runs, batches_of(settings, settings.ranks, settings.steps, resumed=True), settings.ranks,
         lambda step, row: advance(f"step {step} of {settings.steps}: {row.name}"),
     )  # fmt: skip
+    records = [each.record() for each in runs]
+    for each, recorded in zip(runs, records, strict=True):
+        if each.running:
+            failures += unlike(recorded, each.scheme, each.losses, resumed=settings.resume_at is not None)
+    del runs, each  # and with them what all ranks hold
     sweep, found = _sweep(settings, rows, model, advance)
     return Results(
         schema=SCHEMA,
@@ -48,12 +55,12 @@ def run(settings: Settings, advance: Advance = lambda doing: None, *, rows: Sequ
         versions=versions(),
         settings=settings,
         n_params=model.n_params,
-        schemes=[each.record() for each in runs],
+        schemes=records,
         differences=differences,
         between_orders=between,
         sweep=sweep,
         ablations=_ablations(settings, model, advance),
-        failures=failures + found,
+        failures=ordered(failures + found),
     )
 
 
@@ -121,7 +128,8 @@ def _sweep(
         for batch in batches_of(settings, ranks, SWEEP_STEPS):
             for each in runs:
                 each.step(batch)
-        for each in runs:
+        while runs:  # each gives its memory back before the next is looked at
+            each = runs.pop(0)
             advance(f"sweep, N = {ranks}: {each.row.name}")
             rows.append(each.sweep_row())
             failures += each.finish()

@@ -61,6 +61,8 @@ def contradictions(results: Results) -> Iterator[str]:
         return
     for record in results.schemes:
         yield from (f"{record.name}: {wrong}" for wrong in _scheme(record, settings))
+    if len({bool(record.events) for record in results.schemes if record.steps}) > 1:
+        yield "some schemes have a log of their last step and some have none"
     yield from _differences(results)
     yield from _sweep(results)
     yield from _ablations(results)
@@ -88,6 +90,9 @@ def _scheme(record: SchemeRecord, settings: Settings) -> Iterator[str]:
         if step.prediction is not None:
             yield from _prediction(step.prediction, settings.ranks_in(step.step))
         yield from (f"step {step.step}: {wrong}" for wrong in _step(step, settings))
+    losses = {step.loss for step in record.steps}
+    if done > 1 == len(losses) and math.isfinite(*losses) and settings.data != recorded.OWN:
+        yield f"no {done} steps on other batches each have the same loss"
     if done and shortage is None and record.events:
         last = record.steps[-1]
         yield from _log(record.events, sum(last.resident.values()), last.peak.total)
@@ -235,8 +240,12 @@ def _sweep(results: Results) -> Iterator[str]:
     names = [record.name for record in results.schemes]
     if [(row.ranks, row.scheme) for row in rows] != [(ranks, name) for ranks in counts for name in names]:
         yield f"for each N the sweep has a row for each of {', '.join(names)}, in this order"
+    if not rows and results.settings.data != recorded.OWN:
+        yield "a lab sweeps over N, and nothing of that is here"
     if rows and (counts != sorted(counts) or counts[-1] != top):
         yield f"the sweep goes up to N = {top}; got {counts}"
+    if len({bool(row.events) for row in rows if row.fits}) > 1:
+        yield "of the sweep's steps some have a log and some have none"
     for row in rows:
         yield from (f"the sweep, {row.scheme}, N = {row.ranks}: {wrong}" for wrong in _row(row))
 
@@ -282,8 +291,8 @@ def _verdicts(results: Results) -> Iterator[str]:
         if check not in tuple(Check) or scheme not in names or n < 1:
             yield f"no check, scheme and N are called {check!r}, {scheme!r} and {n}"
     for each in results.differences:
-        blamed = (Check.SAME_TRAINING, each.scheme, settings.ranks_in(each.step)) in said
-        if any(each.differing.values()) and not blamed:
+        n = settings.ranks_in(each.step)  # it may be the one that it is compared with that is at fault
+        if any(each.differing.values()) and not {(Check.SAME_TRAINING, name, n) for name in names} & said:
             yield f"bits of {each.scheme} differ after step {each.step}, and no failure says so"
     for step in range(max(len(record.steps) for record in results.schemes)):
         losses = {

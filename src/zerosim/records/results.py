@@ -296,6 +296,6 @@ def save(results: Results, path: Path) -> None:
 def load(path: Path) -> Results:
     """Read what ``save`` wrote. ResultsError, with the reason, for anything else.
 
-    Whether its parts agree with each other is another question: ``soundness.load`` asks both.
+    Whether its parts agree with each other is another question: ``lab.record.load`` asks both.
     """
     return read(path, SCHEMA, Results)

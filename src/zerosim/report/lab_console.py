@@ -12,16 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from zerosim.bands import WIRES
+from zerosim.records.failures import folded
 from zerosim.records.results import Check, OutOfMemoryRecord, Results
 from zerosim.report.lab_details import details
 from zerosim.report.tables import number_table, screen, verdict
 
 WIDTH = 80  # where there is no terminal to ask
-SHOWN, SHOWN_VERBOSE = 5, 20  # failures of a check
+SHOWN, SHOWN_VERBOSE = 5, 20  # kinds of failure of a check
 
 
-def show(results: Results, out: Path, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print what was run, the verdicts, a table of the schemes and where it was written; ``verbose`` for all tables."""
+def show(results: Results, out: Path | None, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print what was run, the verdicts, a table of the schemes and where it was written, if it was.
+
+    ``verbose`` is for all tables.
+    """
     console = screen(console, width=WIDTH)
     settings = results.settings
     console.print(
@@ -36,7 +40,8 @@ def show(results: Results, out: Path, console: Console | None = None, *, verbose
     for table in details(results) if verbose else ():
         console.print()
         console.print(table)
-    console.print(f"written to {out}/: report.html, results.json, trace.json and the figures", markup=False)
+    if out is not None:
+        console.print(f"written to {out}/: report.html, results.json, trace.json and the figures", markup=False)
     if not verbose:
         console.print("[dim]-v: each step, band and collective, the work, the sweep over N, broken rules[/]")
 
@@ -102,7 +107,7 @@ def summary(results: Results, *, whole: bool = False) -> Table:
 
 
 def verdicts(results: Results, most: int) -> Iterator[Text]:
-    """The verdict of each check, what fails first, and below it the first failures by name."""
+    """The verdict of each check, what fails first, and below it what failed first, each kind of failure once."""
     each = "rank, step and N" if results.sweep else "rank and step"
     alike = "all schemes of one order" if results.parting() else "all schemes"
     claims = {
@@ -117,7 +122,8 @@ def verdicts(results: Results, most: int) -> Iterator[Text]:
             yield verdict(check, None, nothing)
         else:
             yield verdict(check, True, claim)
-        for failure in failures[check][:most]:
-            yield Text(f"  {failure.found}", style="red")
-        if len(failures[check]) > most:
-            yield Text(f"  and {len(failures[check]) - most:,} more, in results.json")
+        kinds = folded(failures[check])
+        for kind in kinds[:most]:
+            yield Text(f"  {kind}", style="red")
+        if len(kinds) > most:
+            yield Text(f"  and {len(kinds) - most:,} other kinds, in results.json")

@@ -5,7 +5,7 @@ Owns these tables. Takes records; computes nothing but ratios and units.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.table import Table
 
@@ -13,6 +13,7 @@ from zerosim.counts import Phase
 from zerosim.records.results import Results
 from zerosim.report.tables import number_table
 
+MOST_STEPS = 12  # that a table has lines for, if nothing happened in the others
 MOST_ACROSS = 6  # schemes side by side; more of them stand below each other
 
 
@@ -39,15 +40,31 @@ def _compared(measured: int, predicted: int) -> str:
     return f"{measured:,}" if measured == predicted else f"[red]{measured:,} (predicted {predicted:,})[/]"
 
 
+def _told(steps: Iterable[int], notable: Iterable[int] = ()) -> tuple[list[int], str]:
+    """The steps that a table shows, of so many that it would be no screen, and what it says of the others.
+
+    Those are the first and the last, and between them the first of the ``notable``.
+    """
+    every = list(dict.fromkeys(steps))
+    if len(every) <= MOST_STEPS:
+        return every, ""
+    few = MOST_STEPS // 3
+    middle = [step for step in dict.fromkeys(notable) if step in set(every[few:-few])]
+    told = every[:few] + middle[: MOST_STEPS - 2 * few] + every[-few:]
+    return told, f"Of {len(every):,} steps {len(told)} are shown; results.json has all."
+
+
 def _alike(results: Results) -> Table:
     bands = list(results.differences[0].differing) if results.differences else []
+    unlike = [difference.step for difference in results.differences if any(difference.differing.values())]
+    steps, caption = _told((difference.step for difference in results.differences), unlike)
     table = number_table(
         "Same training: the largest difference between the schemes over all ranks (and elements whose bits differ)"
         if not results.between_orders
         else "Same training: the largest difference between the schemes of one order (and elements whose bits differ)",
-        "step", *bands, "loss",
+        "step", *bands, "loss", caption=caption,
     )  # fmt: skip
-    for step in dict.fromkeys(difference.step for difference in results.differences):
+    for step in steps:
         here = [difference for difference in results.differences if difference.step == step]
         cells = []
         for band in bands:
@@ -62,11 +79,12 @@ def _alike(results: Results) -> Table:
 def _between_orders(results: Results) -> Table:
     """How far rows of other orders are from the first: no failure, but measured."""
     bands = list(results.between_orders[0].differing) if results.between_orders else []
+    steps, said = _told(each.step for each in results.between_orders)
     table = number_table(
         "Between orders: the largest difference from the first scheme (and elements whose bits differ)",
-        "step", "scheme", *bands, left=2, caption=f"No failure: {results.parting()}.",
+        "step", "scheme", *bands, left=2, caption=f"No failure: {results.parting()}. {said}".rstrip(),
     )  # fmt: skip
-    for each in results.between_orders:
+    for each in (each for each in results.between_orders if each.step in steps):
         table.add_row(
             str(each.step), each.scheme, *(f"{each.largest[band]:.2g} ({each.differing[band]:,})" for band in bands)
         )
@@ -75,12 +93,14 @@ def _between_orders(results: Results) -> Table:
 
 def _stepwise(results: Results) -> Table:
     """Step by step the loss, and what was agreed on before the update."""
+    every = list(results.stepwise())
+    steps, said = _told((step.step for _, step in every), (step.step for _, step in every if step.skipped))
     table = number_table(
         "Step by step: the loss, what all gradients' norm was, and what the loss was scaled by",
         "step", "scheme", "loss", "mean of the ranks' means", "norm", "scale", "", left=2,
-        caption="A skipped step changes no state. Every scheme's numbers were checked.",
+        caption=f"A skipped step changes no state. Every scheme's numbers were checked. {said}".rstrip(),
     )  # fmt: skip
-    for record, step in results.stepwise():
+    for record, step in (pair for pair in every if pair[1].step in steps):
         means = "–" if step.mean_of_means is None else f"{step.mean_of_means:.6f}"
         norm = "–" if step.norm is None else f"{step.norm:.6f}"
         table.add_row(

@@ -1,7 +1,7 @@
 """The rings of one process: all N ranks live here, and a hop moves no bytes.
 
-Owns ``LocalRing``, and the strided views and copies that make it fast. Must not know ledgers or
-the schedule.
+Owns ``LocalRing``, the strided views and copies that make it fast, and whether the machine has room for
+all ranks. Must not know ledgers or the schedule.
 """
 
 from __future__ import annotations
@@ -12,12 +12,41 @@ from functools import cached_property
 
 import numpy as np
 
-from zerosim.bands import Array, DType
+from zerosim.bands import FP32, Array, DType
 from zerosim.comm import Pieces, Ring
+from zerosim.options import Options
+from zerosim.stages import SCHEMES, Stage
+from zerosim.util import arguments
 from zerosim.util.casts import convert
 from zerosim.util.shapes import Shaped
 
 _REGISTER = 65_536  # elements, of all ranks together, that are cast before they are added
+
+
+def footprint(row: Stage, sizes: Sequence[int], ranks: int, options: Options) -> int:
+    """Bytes that all of ``ranks`` ranks will need for buckets of these sizes, activations and ring left out.
+
+    For deciding whether to start at all: the model states, and the largest bucket's whole
+    parameters and gradients where they exist only for a while.
+    """
+    recipe = options.recipe
+    dtypes, padded = recipe.dtypes(wire=FP32), [-(-size // ranks) * ranks for size in sizes]
+    states = sum(
+        dtypes[band].itemsize * size // row.piece(band, 0, ranks, options.node)[1]
+        for size in padded
+        for band in (*recipe.states, *options.optimizer.states)
+    )
+    return ranks * (states + (bool(row.params) + bool(row.grads)) * recipe.working.itemsize * max(padded))
+
+
+def check_room(stage: Stage, sizes: Sequence[int], ranks: int, options: Options) -> None:
+    """Refuse N ranks in this process that the machine has no memory for, and say what would fit."""
+    fewer = [n for power in reversed(range((ranks - 1).bit_length())) if not (n := 1 << power) % (options.node or 1)]
+    others = [(row, ranks) for row in SCHEMES] + [(stage, n) for n in fewer]
+    arguments.check_memory(
+        f"{stage.name} on {ranks} ranks", footprint(stage, sizes, ranks, options),
+        {f"{row.name} on {n}": footprint(row, sizes, n, options) for row, n in others},
+    )  # fmt: skip
 
 
 class LocalRing(Ring):
