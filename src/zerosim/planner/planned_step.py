@@ -31,7 +31,8 @@ def chosen(plan: Plan, row: str | None = None, ranks: int | None = None) -> Cell
         known = ", ".join(dict.fromkeys(cell.name for cell in (*plan.cells, *plan.others)))
         numbers = ", ".join(map(str, plan.question.gpus))
         raise ValueError(
-            f"plan(row): planned were {known}, on {numbers} GPUs; got {row or 'no row'} on {ranks}. Name one of these."
+            f"Planned.save(row): planned were {known}, on {numbers} GPUs; got {row or 'no row'} on {ranks}. Name one "
+            f"of these."
         )
     first = None if row else plan.first_fit(ranks)
     return first or min(cells, key=lambda cell: cell.peak.total)

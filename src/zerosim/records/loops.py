@@ -21,7 +21,10 @@ def folded(numbers: Sequence[int]) -> Loops:
     >>> folded([7, 1, 2, 1, 2, 1, 2, 9])
     [7, [3, [1, 2]], 9]
     """
-    items: list[Any] = list(numbers)
+    return _folded(list(numbers))
+
+
+def _folded(items: Loops) -> Loops:
     while (shorter := _once(items)) != items:
         items = shorter  # loops may themselves come again, as those of each micro-batch do
     return items
@@ -46,9 +49,9 @@ def _each(loops: Loops) -> Iterator[int]:
                 yield from _each(inner)
 
 
-def _once(items: list[Any]) -> list[Any]:
+def _once(items: Loops) -> Loops:
     """From left to right, the longest stretch that is one thing again and again as a loop."""
-    found: list[Any] = []
+    found: Loops = []
     place = 0
     while place < len(items):
         best, length, times = 0, 1, 1
@@ -57,7 +60,7 @@ def _once(items: list[Any]) -> list[Any]:
             if (spared := (count - 1) * period - 1) > best:
                 best, length, times = spared, period, count
         body = items[place : place + length]
-        found.append([times, folded(body)] if times > 1 else body[0])
+        found.append([times, _folded(body)] if times > 1 else body[0])
         place += times * length
     return found
 
