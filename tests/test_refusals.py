@@ -306,3 +306,33 @@ def test_what_there_is_no_memory_for_is_refused_with_what_would_fit(
     fewer = [f"data parallel on {ranks}" for ranks in (8, 4, 2, 1)]
     assert [each.split(" (")[0] for each in named.split(", ")][:4] == [*others, *fewer][:4]
     assert DP(model, n, optimizer=optimizer, ring=LocalRing(n)).ring.size == n
+
+
+NOTHING: Any = None
+FIVE: Any = 5
+WORDS: Any = [0.9, "x"]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: MLP(NOTHING), r"^MLP\(widths\): needs two or more positive integers, input width first; got None"),
+        (lambda: MLP(FIVE), r"^MLP\(widths\): .* got 5"),
+        (lambda: DP(MLP((5, 3)), 4, ring=4), r"^Scheme\(ring\): ring must be of type Ring; got 4"),
+        (lambda: Adam(lr=10**400), r"^Adam\(lr\): a positive, finite number is needed; got 1000"),
+        (lambda: SGD(lr=10**400), r"^SGD\(lr\): a positive, finite number is needed; got 1000"),
+        (lambda: Adam(betas=WORDS), r"^Adam\(betas\): a pair of numbers"),
+    ],
+    ids=["no widths", "one width", "ring", "Adam", "SGD", "betas"],
+)
+@pytest.mark.usefixtures("as_users_call_it")
+def test_what_no_room_can_use_is_refused_at_the_door(make: Any, says: str) -> None:
+    """In words, before anything is made, and not in the middle of a step."""
+    with pytest.raises((ValueError, TypeError), match=says):
+        make()
+
+
+@pytest.mark.usefixtures("as_users_call_it")
+def test_numpy_s_numbers_and_lists_are_numbers_and_pairs() -> None:
+    """What NumPy calls a number is one, and a list of two is a pair."""
+    assert Adam(lr=np.float32(0.5), betas=[0.5, np.float64(0.75)]) == Adam(lr=0.5, betas=(0.5, 0.75))  # type: ignore[arg-type]

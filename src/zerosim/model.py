@@ -132,8 +132,10 @@ class MLP(Chain):
     """
 
     def __init__(self, widths: Sequence[int] = (64, 128, 128, 64), seed: int = 0) -> None:
-        if len(widths) < 2 or any(
-            isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1 for width in widths
+        if (
+            not hasattr(widths, "__len__")
+            or len(widths) < 2
+            or any(isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1 for width in widths)
         ):
             raise ValueError(f"MLP(widths): needs two or more positive integers, input width first; got {widths!r}.")
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:

@@ -16,7 +16,7 @@ import numpy as np
 
 from zerosim.bands import Array, Band
 from zerosim.kernels.operations import NUMPY, Kernels
-from zerosim.util.arguments import one_of
+from zerosim.util.arguments import one_of, real
 from zerosim.util.casts import convert
 from zerosim.util.shapes import Float, Float32
 
@@ -95,10 +95,13 @@ class Adam:
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
             value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 < value < inf):
+            if not 0 < (number := real(value)) < inf:
                 raise ValueError(f"Adam({name}): a positive, finite number is needed; got {value!r}.")
-        betas = self.betas if isinstance(self.betas, tuple) else ()
-        if len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+            object.__setattr__(self, name, number)
+        betas = tuple(map(real, self.betas)) if isinstance(self.betas, (tuple, list)) else ()
+        if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
+            object.__setattr__(self, "betas", betas)
+        else:
             raise ValueError(f"Adam(betas): a pair of numbers in [0, 1) is needed; got {self.betas!r}.")
 
     def rates(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
@@ -203,7 +206,7 @@ class SGD:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.lr, (int, float)) and 0 < self.lr < inf):
+        if not 0 < real(self.lr) < inf:
             raise ValueError(f"SGD(lr): a positive, finite number is needed; got {self.lr!r}.")
         if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
             raise ValueError(f"SGD(momentum): a number in [0, 1) is needed; got {self.momentum!r}.")

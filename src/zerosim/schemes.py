@@ -92,6 +92,7 @@ class Scheme:
         if ring is None:
             check_room(stage, [group.size for group in groups], ranks, options)
         self.ring = ring or LocalRing(ranks)
+        arguments.instance_of("Scheme", "ring", self.ring, Ring)
         if self.ring.size != ranks:
             raise ValueError(
                 f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."

@@ -6,6 +6,7 @@ Owns the wording of these errors and the layout of a batch. Must not know scheme
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Collection, Mapping, Sequence
 from types import UnionType
 from typing import Any
@@ -33,6 +34,14 @@ def instance_of(call: str, option: str, value: object, kind: type | UnionType) -
     if not isinstance(value, kind):
         name = getattr(kind, "__name__", str(kind))
         raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.")
+
+
+def real(value: object) -> float:
+    """The value as Python's float, NumPy's numbers too; NaN for what is no number, or has no float."""
+    try:
+        return float(value) if isinstance(value, (int, float, np.integer, np.floating)) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def integer(call: str, option: str, value: object, least: int = 1) -> int:
@@ -145,7 +154,9 @@ def check_memory(call: str, need: int, alternatives: Mapping[str, int]) -> None:
     if need <= free:
         return
     fitting = [f"{name} ({sizes.text(nbytes)})" for name, nbytes in alternatives.items() if nbytes <= free]
-    advice = f"These would fit: {', '.join(fitting[:4])}" if fitting else "Use far fewer ranks or a smaller model"
+    advice = (
+        f"These would fit: {', '.join(fitting[:4])}" if fitting else "Use far fewer ranks or rows, or a smaller model"
+    )
     raise MemoryError(
         f"{call} would take {sizes.text(need)} in this process, and {sizes.text(free)} are free. {advice}."
     )
