@@ -112,6 +112,7 @@ ADVICE = [
     (f"{MLP} --memory 80", r"plan\(memory\): .*no unit.*as in 80GB", f"{MLP} --memory 80GB"),
     (f"{MLP} --largest-model mlp", r"plan\(largest_model\): .*as in --memory 80GB", f"{MLP} --memory 1MB"),
     (f"{MLP} --card H900", r"the presets are .*H100", f"{MLP} --card H100"),
+    (f"{MLP} --card A100", r"Is A100-40GB or A100-80GB meant\? .*as in --memory 80GB", f"{MLP} --memory 80GB"),
     (f"{MLP} --convention zero --precision fsdp --scheme 1", r"Use ZeRO-3, or precision='bf16'|--precision bf16",
      f"{MLP} --convention zero --precision bf16 --scheme 1"),
     (f"{MLP} --out x.pdf", r"plan\(out\): .*\.html \(a page.*\.png.*\.svg.*\.pickle", f"{MLP} --out x.svg"),

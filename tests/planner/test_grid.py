@@ -49,10 +49,12 @@ def whole() -> Grid:
 
 def test_the_axes_are_around_what_was_asked() -> None:
     """A power of two below N and two above, four micro-batches, and only the checkpointing that the model has."""
-    axes = whole().axes
+    axes = grid.axes(SOURCE, planned(), quietly)
     assert (axes.ranks, axes.micro_batches) == ([2, 3, 4, 8], [1, 2, 4, 8])
     assert (axes.sequences, axes.checkpoints) == ([None], ["none", "full"])
     assert [row.name for row in axes.rows] == ["ZeRO-3", "data parallel", "ZeRO-3, kept", "HSDP", "hpZ"]
+    assert [row.name for row in whole().axes.rows] == ["ZeRO-3", "data parallel", "ZeRO-3, kept"]
+    assert "HSDP on 4 GPUs: in nodes of 8 it is another of these schemes, or cannot be" in whole().left_out
     odd = grid.axes(SOURCE, planned(gpus=1, micro_batch=3, checkpoint="full"), quietly)
     assert (odd.ranks, odd.micro_batches) == ([1, 2, 4], [1, 2, 3, 4, 8])
 

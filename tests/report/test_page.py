@@ -17,7 +17,7 @@ from pages import CASES, HOSTILE, NAMES, SETTINGS, Tables, commas, hostile, page
 from zerosim.bands import Band
 from zerosim.lab import suite as lab
 from zerosim.records import results
-from zerosim.records.results import Prediction, SchemeRecord
+from zerosim.records.results import Check, Prediction, SchemeRecord
 from zerosim.report import offline
 from zerosim.report import page as report
 from zerosim.util import sizes
@@ -148,6 +148,9 @@ def test_schemes_out_of_memory_are_named() -> None:
             short = record.out_of_memory
             assert row[-1] == f"out of memory: {short.asked:,} B of {short.band} for {short.unit}"
     assert [row[-1] == "fits" for row in rows] == [False, False, False, True]
+    some = replace(run(), schemes=[small_card().schemes[0], *run().schemes[1:]])
+    for found, whose in ((some, "All schemes that the cards have room for hold"), (run(), "All schemes hold")):
+        assert whose in "".join(report._verdict(found, Check.SAME_TRAINING).itertext())
 
 
 def test_markup_in_texts_stays_text() -> None:

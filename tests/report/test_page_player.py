@@ -285,7 +285,7 @@ def test_a_run_out_of_memory_shows_how_far_it_came(tab: Tab) -> None:
     texts = tab.js("return [...document.querySelectorAll('.strip svg text')].map((e) => e.textContent)")
     assert texts.count(f"card {results.settings.capacity:,} B") == len(results.schemes)
     bars = tab.js("return [...document.querySelectorAll('#bars svg')].map((e) => e.ariaLabel)")
-    assert sum("out of memory with" in bar for bar in bars) == 3
+    assert sum("out of memory: " in bar and "more did not fit beside" in bar for bar in bars) == 3
 
 
 def test_one_scheme_in_depth_is_the_log(tab: Tab) -> None:

@@ -30,6 +30,7 @@ from zerosim.schemes import Stage
 LEAST = 4096  # bytes that are worth a word
 SMALL, MANY = 512, 65_536  # bytes of a block that is bookkeeping, and from how many of it on it is something else
 FRAMES = 8  # of a block's traceback: how deep below this package's line NumPy may have made it
+INDEX, OBJECT = 16, 64  # at most, of a number that is kept for each rank, in an array or a list, and of what has them
 PILED = "bytes made though the step before freed as many"
 WIDEST = 4  # bytes of an element
 _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -48,13 +49,13 @@ def run(row: Stage, settings: Settings, ranks: int, batches: Sequence[Sequence[G
     """
     ring, model = SanitizerRing(ranks), SanitizerMLP(settings.widths, settings.model_seed)
     world, found = ring.world, dict[tuple[str, str], Failure]()
-    step = 0
+    step, small = 0, max(SMALL, INDEX * ranks + OBJECT)
     if ranks * max(fan_in * fan_out for fan_in, fan_out in pairwise(settings.widths)) * WIDEST < LEAST:
         return []  # nothing that the ranks have is so large
 
     def look(when: str) -> None:
         given = [] if world.told is None else [world.told]
-        for line, nbytes in unexplained([*world.handed, *model.given, *given]).items():
+        for line, nbytes in unexplained([*world.handed, *model.given, *given], small).items():
             found.setdefault((line, ""), _failure(row, ranks, step, f"{OUTSIDE}, made at {line}, {when}", nbytes))
 
     with _traced(), np.errstate(all="ignore"):
@@ -93,8 +94,11 @@ def _traced() -> Iterator[None]:
             tracemalloc.stop()
 
 
-def unexplained(known: Iterable[Array]) -> dict[str, int]:
-    """Bytes by the line that made them, of which ``known`` arrays, each with memory of its own, are no part."""
+def unexplained(known: Iterable[Array], least: int = SMALL) -> dict[str, int]:
+    """Bytes by the line that made them, of which ``known`` arrays, each with memory of its own, are no part.
+
+    Blocks of less than ``least`` bytes are bookkeeping.
+    """
     explained = Counter(array.nbytes for array in known)
     found, small = Counter[str](), Counter[str]()
     lines: dict[Any, str] = {}
@@ -111,7 +115,7 @@ def unexplained(known: Iterable[Array]) -> dict[str, int]:
         if explained[size] > 0:
             explained[size] -= 1
         else:
-            (found if size >= SMALL else small)[line] += size
+            (found if size >= least else small)[line] += size
     found.update({line: nbytes for line, nbytes in small.items() if nbytes >= MANY})
     return {line: nbytes for line, nbytes in found.items() if nbytes >= LEAST}
 

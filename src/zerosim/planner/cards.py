@@ -150,7 +150,9 @@ def card(name: str) -> Card:
     for known in CARDS.values():
         if known.name.lower() == name.lower():
             return known
+    near = [known for known in CARDS if known.lower().startswith(name.lower())] if name else []
+    meant = f" Is {' or '.join(near)} meant?" if near else ""
     raise ValueError(
-        f"card({name!r}): the presets are {', '.join(CARDS)}. For another card give its numbers: "
-        f"Card(name, memory, peak, within, between, node, hop_within, hop_between, source, memory_bandwidth)."
+        f"card({name!r}): the presets are {', '.join(CARDS)}.{meant} For another card say what it has, as in "
+        f"--memory 80GB."
     )

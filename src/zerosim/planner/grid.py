@@ -18,7 +18,7 @@ from zerosim.counts import EventKind
 from zerosim.planner import cluster as hardware
 from zerosim.planner.model_source import ModelSource
 from zerosim.planner.plan import cell, possible
-from zerosim.planner.question import MOST_RANKS
+from zerosim.planner.question import MOST_RANKS, node_size
 from zerosim.planner.runner import Runner, StepRun
 from zerosim.records.plan import Plan
 from zerosim.records.plan_grid import Axes, Grid, GridCell, Logs
@@ -120,6 +120,8 @@ def make(source: ModelSource, plan: Plan, chosen: Axes, advance: Advance) -> Gri
                 continue
             try:
                 if row not in question.rows and not possible(runner, row, ranks):
+                    nodes = f"{row.name} on {ranks:,} GPUs: in nodes of {node_size(question)}"
+                    left_out.setdefault(f"{nodes} it is another of these schemes, or cannot be")
                     continue
                 found = cell(runner, row, ranks, card, cluster, blame=False)
             except ValueError as error:  # of what is shown beside what was asked for, not all can be run
@@ -127,6 +129,8 @@ def make(source: ModelSource, plan: Plan, chosen: Axes, advance: Advance) -> Gri
                 continue
             moves, sizes = logs.add(_changes(runner.run(row, ranks)))
             cells.append(GridCell(rows, sequence, checkpoint, found, moves, sizes))
+    ran = {each.cell.row for each in cells}
+    chosen = replace(chosen, rows=[row for row in chosen.rows if row in ran])
     return Grid(
         plan=plan, axes=chosen, bands=list(logs.bands), phases=list(logs.phases), units=list(logs.units),
         moves=logs.moves(), logs=logs.logs, cells=cells, left_out=list(left_out),

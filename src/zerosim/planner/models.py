@@ -54,7 +54,7 @@ def _named(text: str, path: Path, finetuning: Finetuning | None) -> ModelSource:
     """The model of that name: one that is known here, or one of the hub's."""
     if (known := known_models.find(text)) is not None:
         return ConfigSource(known.config, known.name, known.name, finetuning, notes=(f"its figures: {known.source}",))
-    if _HUB.fullmatch(text) and (found := known_models.from_hub(text)) is not None:
+    if _HUB.fullmatch(text) and path.suffix != ".json" and (found := known_models.from_hub(text)) is not None:
         return ConfigSource(config_file.read(found), text, text, finetuning)
     names = known_models.names()
     near = difflib.get_close_matches(text.lower(), [name.lower() for name in names], n=2, cutoff=0.6)

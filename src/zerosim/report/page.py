@@ -200,6 +200,8 @@ def _verdict(results: Results, check: str) -> Tree.Element:
     claim, compared = _CLAIMS[Check(check)], len(results.differences)
     if check == Check.SAME_TRAINING and results.parting():
         claim = claim.replace("All schemes", "All schemes of one order")
+    if any(record.out_of_memory for record in results.schemes):
+        claim = claim.replace("All schemes", "All schemes that the cards have room for").replace("step", "step made")
     if count := sum(failure.check == check for failure in results.failures):
         return element("li", element("b", f"✗ {check}: fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
     word, look = f"✓ {check}: holds", "holds"

@@ -165,7 +165,7 @@ def _lead(grid: Grid) -> Iterator[Tree.Element]:
         "p",
         f"Behind the sliders are {len(grid.cells):,} training steps that were run on shapes, one for each choice that "
         f"makes sense: {', '.join(choices)}, {len(axes.checkpoints)} ways of checkpointing. Each number is the sum of "
-        f"what such a step held or sent; none is of a formula.",
+        f"what such a step held or sent; none comes from a formula.",
         class_="note",
     )
 

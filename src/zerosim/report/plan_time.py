@@ -51,7 +51,7 @@ def table(plan: Plan, ranks: int) -> Table:
 def _both(time: Time) -> str:
     assert time.estimate is not None
     error = time.estimate.error
-    band = "by how much it is off is not known" if error is None else f"±{100 * error:.0f} %"
+    band = "error unknown" if error is None else f"±{100 * error:.0f} %"
     return f"about {_seconds(time.estimate.seconds)} ({band}), at least {_seconds(time.overlapped)},"
 
 
@@ -82,7 +82,7 @@ def _rests(cluster: Cluster, estimate: StepEstimate | None) -> str:
     if estimate.error is None:
         return (
             "About: at the speeds that published runs of language models of 0.1 to 70 billion parameters reached; for "
-            "a model that is none, or smaller, by how much it is off is not known."
+            "any other model the error is unknown."
         )
     return (
         "About: at the speeds that published runs of language models of 0.1 to 70 billion parameters reached, nine of "

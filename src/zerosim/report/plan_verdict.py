@@ -43,17 +43,18 @@ def answers(plan: Plan) -> Iterator[str]:
     for found in plan.smallest:
         none = f"none up to {found.limit:,}" if found.limit > 1 else "none"
         numbers.append(
-            f"{found.row.name} {f'{found.ranks:,}' if found.ranks else none} ({found.states_alone or 'none'})"
+            f"{found.row.name} {f'{found.ranks:,}' if found.ranks else none} (model states alone: "
+            f"{f'{found.states_alone:,}' if found.states_alone else 'none'})"
         )
     if numbers:
-        yield f"→ smallest N that fits (by model states alone): {', '.join(numbers)}"
+        yield f"→ smallest N that fits: {', '.join(numbers)}"
     if plan.no_fit:
         yield _no_fit(question, plan.no_fit)
 
 
 def _fits(plan: Plan, ranks: int) -> str:
     question, cells = plan.question, plan.at(ranks)
-    reserved = f" ({size(question, question.reserve)} reserved)" if question.reserve else ""
+    reserved = f" free, {size(question, question.reserve)} of it reserved" if question.reserve else " free"
     fitting = [cell for cell in cells if cell.fits and cell.room is not None]
     if fitting:
         *others, last = (cell.name for cell in fitting)
@@ -98,7 +99,7 @@ def reasons(plan: Plan) -> Iterator[str]:
             most = ", ".join(f"{unit} {size(question, nbytes)}" for unit, nbytes in cell.peak.by_unit.items())
             yield escape(
                 f"to blame at the peak of {cell.name} on {ranks:,} ({instant(cell.peak)}): {cell.peak.largest}, "
-                f"{size(question, cell.peak.by_band[cell.peak.largest])}; what comes and goes is of {most}"
+                f"{size(question, cell.peak.by_band[cell.peak.largest])}; temporary memory then: {most}"
             )
         for cell in plan.at(ranks):
             if cell.host is not None:

@@ -265,7 +265,7 @@ def _notes(found: Corroboration, runs: Sequence[Run], console: Console) -> None:
     if any(found.elsewhere.values()):
         console.print(
             f"During the steps this network namespace opened {found.elsewhere['opened']:,} connections and sent "
-            f"{found.elsewhere['datagrams']:,} datagrams, by whomever: what they carried no rank's count covers."
+            f"{found.elsewhere['datagrams']:,} datagrams, of any program: no rank's count has what they carried."
         )
     if any(rank.sent.moved != rank.sent.handed for run in runs for rank in run.ranks):
         console.print(

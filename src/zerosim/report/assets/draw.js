@@ -268,7 +268,9 @@ const Draw = (() => {
       }
       if (limit) {
         svg.append(shape("path", { class: "head", d: `M${box.left} ${y(limit.bytes)}H${box.right}`, "stroke-dasharray": "6 4" }));
-        svg.append(text(box.left + 4, y(limit.bytes) - 4, limit.text, { class: "strong" }));
+        const across = peak ? place(peak.at + 0.5) - breadth(peak.text, 600) / 2 < box.left + breadth(limit.text, 600) + 12 : false;
+        const side = across ? [box.right - 4, { "text-anchor": "end" }] : [box.left + 4, {}]; // clear of the peak's label
+        svg.append(text(side[0], y(limit.bytes) - 4, limit.text, { class: "strong", ...side[1] }));
       }
       if (peak) {
         const [x, top] = [place(peak.at + 0.5), y(total(held[peak.at]))];

@@ -15,7 +15,7 @@ const Lanes = (() => {
     const sent = pieces(run).filter(({ lane }) => lane !== "compute");
     if (!sent.length) return "Nothing is sent.";
     const free = sent.filter(({ beside }) => beside.length).length;
-    return `Of ${sent.length} messages ${free} could run beside a computation (hatched; the thin line says from when until when); for the other ${sent.length - free} the ranks must wait.`;
+    return `Of ${sent.length} messages ${free} could run beside a computation (hatched; the thin line is the time in which it could); for the other ${sent.length - free} the ranks must wait.`;
   }
 
   const words = ({ lane, name, unit, begin, end, beside }) => {

@@ -8,7 +8,7 @@
   /** What each scheme holds at rest and at its peak, by band; where memory ran out, what it held then. */
   function opening() {
     const stacks = ({ rest, peak, shortage }) =>
-      shortage ? [{ name: "out of memory with", held: peak }] : [{ name: "at rest", held: rest }, { name: "at the peak", held: peak }];
+      shortage ? [{ name: `out of memory: ${Draw.short(shortage.asked)} more did not fit beside`, held: peak }] : [{ name: "at rest", held: rest }, { name: "at the peak", held: peak }];
     const rows = data.held.map((each) => ({ name: each.scheme, stacks: stacks(each) }));
     const most = Math.max(1, ...rows.flatMap((row) => row.stacks.map(({ held }) => Draw.total(held))));
     const there = data.bands.filter(({ name }) => data.held.some(({ rest, peak }) => Page.own(rest, name) || Page.own(peak, name)));

@@ -93,7 +93,7 @@
     return unit ? `in the ${phase} of ${unit}` : `in the ${phase}`;
   }
   function verdictOf(cell) {
-    if (!cell) return "– not run: no scheme of its own on so many GPUs, or left out (why is said below)";
+    if (!cell) return "– not run: on so many GPUs it is another of these schemes, or was left out (what was not run, below, says why)";
     const takes = `${size(cell.peak)} at the peak`;
     if (cell.verdict === "fits") return `✓ fits: ${takes}, ${size(cell.room)} to spare`;
     if (cell.verdict === "tight") return `~ tight: ${takes}, ${size(cell.room)} to spare of the ${size(reserve)} reserved`;
