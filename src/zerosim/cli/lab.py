@@ -166,9 +166,8 @@ def lab(out: Path, as_json: bool, verbose: bool, rows: Sequence[Stage], **option
         if as_json:
             click.echo(encode(found), nl=False)
         else:
-            console.show(found, None if trouble else out, verbose=verbose)
-            if not trouble and find_spec("matplotlib") is None:
-                click.echo("without figures, which take matplotlib: pip install 'zerosim[plots]'")
+            drawn = find_spec("matplotlib") is not None
+            console.show(found, None if trouble else out, verbose=verbose, drawn=drawn)
     if trouble:
         click.echo(f"Error: {trouble}", err=True)
     sys.exit(1 if found.failures else code)

@@ -21,10 +21,12 @@ WIDTH = 80  # where there is no terminal to ask
 SHOWN, SHOWN_VERBOSE = 5, 20  # kinds of failure of a check
 
 
-def show(results: Results, out: Path | None, console: Console | None = None, *, verbose: bool = False) -> None:
+def show(
+    results: Results, out: Path | None, console: Console | None = None, *, verbose: bool = False, drawn: bool = True
+) -> None:
     """Print what was run, the verdicts, a table of the schemes and where it was written, if it was.
 
-    ``verbose`` is for all tables.
+    ``verbose`` is for all tables; ``drawn`` says whether figures were.
     """
     console = screen(console, width=WIDTH)
     settings = results.settings
@@ -41,7 +43,8 @@ def show(results: Results, out: Path | None, console: Console | None = None, *, 
         console.print()
         console.print(table)
     if out is not None:
-        console.print(f"written to {out}/: report.html, results.json, trace.json and the figures", markup=False)
+        figures = "and the figures" if drawn else "(figures take matplotlib: pip install 'zerosim[plots]')"
+        console.print(f"written to {out}/: report.html, results.json, trace.json {figures}", markup=False)
     if not verbose:
         console.print("[dim]-v: each step, band and collective, the work, the sweep over N, broken rules[/]")
 
