@@ -95,7 +95,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A folder to write files to, which take their places in ``folder`` together, at the end, or not at all.
 
     Told to end (SIGINT, SIGTERM), it leaves nothing behind; once the files are complete it is finished first. What a
-    command left behind that was killed outright is swept, and older files that it had moved aside are put back.
+    command left behind that was killed outright is swept, and the older files are put back if it had not placed all.
     """
     early: list[int] = []
 
@@ -126,35 +126,51 @@ def replacing(folder: Path) -> Iterator[Path]:
             signal.signal(number, handler)
 
 
-_STAGING, _OLDER = ".writing-", ".older"
+_STAGING, _OLDER, _ABSENT = ".writing-", ".older", ".absent"
 
 
 def _place(staging: Path, folder: Path) -> None:
-    """Move all files to the folder; if one cannot be, those that were there come back. OSError then."""
-    older, placed = staging / _OLDER, []
-    files = sorted(path for path in staging.iterdir())
+    """Move all files to the folder; if one cannot be, those that were there come back. OSError then.
+
+    What is there stays until a new file takes its place, and is kept beside until all have: so that a command that is
+    killed in between leaves whole files, and the next one can put back those that belong together.
+    """
+    files = sorted(staging.iterdir())
+    older, absent = staging / _OLDER, staging / _ABSENT
     older.mkdir()
+    absent.mkdir()
     try:
         for path in files:
             target = folder / path.name
             if target.is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{path.name} in it is a folder", str(target))
             if target.exists():
-                target.replace(older / path.name)
-            placed.append(target)
-            path.replace(target)
+                _keep(target, older / path.name)
+            else:
+                (absent / path.name).touch()
+        for path in files:
+            path.replace(folder / path.name)
+        older.rename(staging / ".done")  # from here on there is nothing to put back
     except BaseException:
-        for target in placed:
-            target.unlink(missing_ok=True)
         _restore(staging, folder)
         raise
 
 
+def _keep(path: Path, beside: Path) -> None:
+    """Give a file a second name, or where that cannot be a copy."""
+    try:
+        os.link(path, beside)
+    except OSError:
+        shutil.copy2(path, beside)
+
+
 def _restore(staging: Path, folder: Path) -> None:
-    """Put back what was moved aside."""
+    """Put back what was there before, unless all new files have taken their places."""
     if (older := staging / _OLDER).is_dir():
         for path in older.iterdir():
             path.replace(folder / path.name)
+        for path in (staging / _ABSENT).glob("*"):
+            (folder / path.name).unlink(missing_ok=True)
 
 
 @contextmanager
