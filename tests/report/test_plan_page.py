@@ -20,7 +20,7 @@ from zerosim.planner import plan as plans
 from zerosim.planner.model_source import Perceptron, Prepared, Workload
 from zerosim.records.loops import unfolded
 from zerosim.records.plan_grid import Grid, GridCell
-from zerosim.records.question import Question
+from zerosim.records.question import Network, Question
 from zerosim.report import plan_page
 from zerosim.stages import Stage
 
@@ -38,12 +38,12 @@ class StatesAlone(Perceptron):
 
 
 @functools.cache
-def made(memory: int | None = MEMORY, source: Perceptron = SOURCE) -> Grid:
+def made(memory: int | None = MEMORY, source: Perceptron = SOURCE, node: int | None = None) -> Grid:
     """A card that some choices fit on, some only without the reserve, and some do not."""
     rules = conventions.convention("fsdp2")
     asked = Question(
         model="mlp", asked=[3], gpus=[3], rows=list(rules.rows()), others=rules.others, convention="fsdp2",
-        memory=memory, reserve=RESERVE if memory else 0,
+        memory=memory, reserve=RESERVE if memory else 0, network=Network(node=node),
     )  # fmt: skip
     plan = plans.make(source, question.check(asked), lambda doing: None)
     return grid.make(source, plan, grid.axes(source, plan, lambda doing: None), lambda doing: None)
@@ -95,6 +95,7 @@ def grown() -> Grid:
 CASES: dict[str, Callable[[], Grid]] = {
     "whole": made,
     "no card": lambda: made(None),
+    "nodes of two": lambda: made(node=2),
     "hostile": hostile,
     "states": states,
     "grown": grown,
@@ -385,8 +386,11 @@ def test_advice_leads_to_what_fits(desk: Desk, scheme: str, changes: int) -> Non
 @in_browser
 def test_what_was_not_run_is_said(desk: Desk) -> None:
     """Where a scheme makes no sense among so few GPUs there is no number, and the page says so and goes on."""
-    desk.look(fragment="#scheme=HSDP&gpus=3&micro-batch=1&checkpoint=none")
-    assert desk.id("verdict").text.startswith("– not run")
+    assert "HSDP" not in [row.name for row in made().axes.rows]  # in nodes of eight there is none on 3 or on 8
+    desk.look("nodes of two", fragment="#scheme=HSDP&gpus=3&micro-batch=1&checkpoint=none")
+    assert desk.id("verdict").text.startswith("– not run: on so many GPUs it is another of these schemes")
+    said = "HSDP on 3 GPUs: in nodes of 2 it is another of these schemes, or cannot be"
+    assert said in desk.js("return document.body.textContent")
     assert desk.answer() == {"verdict": "not run", "peak": "", "rest": "", "sent": ""}
     assert not desk.id("step").is_displayed()
     desk.keys("#asked", Keys.ENTER)
