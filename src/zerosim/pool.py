@@ -56,9 +56,9 @@ class Pool:
         block = self._blocks.pop(id(array))
         size = len(block)
         alike = self._free.setdefault(size, [])
-        if not alike:
-            insort(self._sizes, size)
         alike.append(block)
+        if len(alike) == 1:  # last: cut short before it, a block is forgotten, and no size is without one
+            insort(self._sizes, size)
 
     def _block(self, need: int) -> Array:
         size = -(-need // PAGE) * PAGE if need > PAGE else need
@@ -72,7 +72,6 @@ class Pool:
     def _out(self, at: int) -> Array:
         """A block of the size at this place, no longer free: the one that was used last."""
         alike = self._free[self._sizes[at]]
-        block = alike.pop()
-        if not alike:
+        if len(alike) == 1:
             del self._sizes[at]
-        return block
+        return alike.pop()

@@ -18,14 +18,11 @@ from zerosim.records import results as recorded
 from zerosim.records.files import ResultsError
 from zerosim.records.results import (
     Check,
-    Difference,
     EventRecord,
     Prediction,
     Results,
     SchemeRecord,
     Settings,
-    StepRecord,
-    SweepRow,
 )
 from zerosim.stages import Over
 
@@ -124,7 +121,7 @@ def _prediction(predicted: Prediction, ranks: int) -> Iterator[str]:
     yield from _per_rank(ranks, padding=predicted.padding, padding_sent=predicted.padding_sent)
 
 
-def _step(step: StepRecord, settings: Settings) -> Iterator[str]:
+def _step(step: recorded.StepRecord, settings: Settings) -> Iterator[str]:
     resident, ranks = sum(step.resident.values()), settings.ranks_in(step.step)
     node = settings.node or ranks
     if (step.norm is None) != (settings.clip is None) or (settings.loss_scale is None and step.scale != 1):
@@ -224,7 +221,7 @@ def _shards_all(record: SchemeRecord, ranks: int, node: int | None) -> bool:
     return record.row.on(ranks, node).optimizer is Over.ALL
 
 
-def _difference(each: Difference) -> Iterator[str]:
+def _difference(each: recorded.Difference) -> Iterator[str]:
     yield from _bands("compared", [*each.differing, *each.largest])
     if each.differing.keys() != each.largest.keys():
         yield "elements and distances are of different bands"
@@ -250,7 +247,7 @@ def _sweep(results: Results) -> Iterator[str]:
         yield from (f"the sweep, {row.scheme}, N = {row.ranks}: {wrong}" for wrong in _row(row))
 
 
-def _row(row: SweepRow) -> Iterator[str]:
+def _row(row: recorded.SweepRow) -> Iterator[str]:
     yield from _bands("at rest", row.resident_by_band)
     if sum(row.resident_by_band.values()) != row.resident:
         yield f"the bands at rest sum to {sum(row.resident_by_band.values()):,}, not to {row.resident:,}"
@@ -334,7 +331,7 @@ def _fits(settings: Settings, card: int, host: int) -> bool:
     return all(capacity is None or peak <= capacity for capacity, peak in needs)
 
 
-def _as_predicted(expected: Prediction, step: StepRecord) -> bool:
+def _as_predicted(expected: Prediction, step: recorded.StepRecord) -> bool:
     everything = {(moved.collective, moved.band): {*moved.sent, *moved.received} for moved in step.traffic}
     sent = {what: nbytes for what, nbytes in everything.items() if nbytes != {0}}  # one rank tells nobody
     wanted = {(name, band): {nbytes} for name, bands in expected.traffic.items() for band, nbytes in bands.items()}
