@@ -1,7 +1,7 @@
 """What the documentation site has that is not in docs/: pages of the project, and those made from the package itself.
 
 Owns where a page of the project is on the site, and how links between pages follow; where notebooks open is
-``launch.py``'s. A hook of mkdocs, and an
+``notebook_links.py``'s. A hook of mkdocs, and an
 extension of griffe's, which reads docstrings.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File
 
-import launch
+import notebook_links
 import zerosim
 from zerosim.planner.conventions import CONVENTIONS
 
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if name == "conventions.md":
         markdown += conventions()
     path = PAGES.get(name, f"docs/{name}")
-    return relinked(launch.linked(markdown, path, launch.address()), path)
+    return relinked(notebook_links.linked(markdown, path, notebook_links.address()), path)
 
 
 def relinked(markdown: str, path: str) -> str:

@@ -14,7 +14,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-import launch
+import notebook_links
 
 ROOT = Path(__file__).parents[1]
 IMAGES = (".png", ".svg", ".gif")
@@ -30,12 +30,12 @@ def main(address: str, tag: str, root: Path = ROOT) -> None:
     cited = (root / "CITATION.cff").read_text(encoding="utf-8")
     if tag != f"v{version}" or f"\nversion: {version}\n" not in cited:
         raise ValueError(f"release: pyproject.toml says {version}; CITATION.cff and the tag, {tag}, must say the same.")
-    known = launch.address(root)
+    known = notebook_links.address(root)
     if known not in (None, address):
         raise ValueError(f"release: pyproject.toml says that the repository is {known}; got {address}.")
     if known is None:
         project.write_text(text.replace("\n[project.scripts]\n", f"\n{urls(address)}\n[project.scripts]\n"), "utf-8")
-    page = launch.linked(readme.read_text(encoding="utf-8"), "README.md", address, tag)
+    page = notebook_links.linked(readme.read_text(encoding="utf-8"), "README.md", address, tag)
     readme.write_text(absolute(page, f"{address}/{{}}/{tag}"), "utf-8")
 
 

@@ -1,7 +1,7 @@
 """Run the notebooks from top to bottom and keep what they put out.
 
 Owns how they are run and what of a run is kept: nothing that differs from run to run. Where they open, if the
-repository's address is known, comes from ``launch.py``.
+repository's address is known, comes from ``notebook_links.py``.
 
     python scripts/run_notebook.py
 """
@@ -16,7 +16,7 @@ from typing import Any
 import nbclient
 import nbformat
 
-import launch
+import notebook_links
 import zerosim
 from zerosim.records.files import write_whole
 
@@ -52,7 +52,7 @@ def run(path: Path = NOTEBOOK, timeout: int = SECONDS) -> Any:
 def main() -> None:
     """Run them, and write them with their outputs."""
     for path in (NOTEBOOK, EXERCISES):
-        told = launch.tell(run(path), path.relative_to(ROOT).as_posix(), launch.address())
+        told = notebook_links.tell(run(path), path.relative_to(ROOT).as_posix(), notebook_links.address())
         text: str = nbformat.writes(told)  # type: ignore[no-untyped-call]
         write_whole(path, text.encode() + b"\n")
 

@@ -23,8 +23,8 @@ import jinja2
 import numpy as np
 from matplotlib.figure import Figure
 
-import launch
 import moving_picture
+import notebook_links
 import readme_tables
 import record
 from readme_views import FRAME, Lab, Planned, Real
@@ -146,7 +146,7 @@ def render(page: Path = README, mark: Callable[[Any], Any] = lambda value: value
 
 def written(page: Path) -> str:
     """A page as it is committed: filled, with where its notebooks open, in lines of even length."""
-    return reflow(launch.linked(render(page), page.relative_to(ROOT).as_posix(), launch.address()))
+    return reflow(notebook_links.linked(render(page), page.relative_to(ROOT).as_posix(), notebook_links.address()))
 
 
 def reflow(markdown: str) -> str:

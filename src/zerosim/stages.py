@@ -44,7 +44,8 @@ class Over(StrEnum):
         return self if ranks > 1 else Over.NOBODY
 
 
-def _kind(band: Band) -> str:
+def kind_of(band: Band) -> str:
+    """Which kind of state a model state is: "params", "grads" or "optimizer"."""
     return {Band.PARAMS: "params", Band.GRADS: "grads"}.get(band, "optimizer")
 
 
@@ -129,11 +130,11 @@ class Stage:
 
     def over(self, band: Band) -> Over:
         """Over whom this model state is sharded."""
-        return Over(getattr(self, _kind(band)))
+        return Over(getattr(self, kind_of(band)))
 
     def offloads(self, band: Band) -> bool:
         """Whether this model state is held by the host."""
-        return _kind(band) in self.offload
+        return kind_of(band) in self.offload
 
     @property
     def two_axes(self) -> bool:

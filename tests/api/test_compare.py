@@ -11,6 +11,7 @@ from click.testing import CliRunner
 import zerosim as zs
 from zerosim.bands import Band
 from zerosim.cli import main as cli
+from zerosim.lab.record import load
 from zerosim.records import consistency
 from zerosim.records.results import Check, Settings
 
@@ -154,7 +155,7 @@ def test_a_run_stepped_by_hand_has_a_page_and_a_file(tmp_path: Path) -> None:
     assert list(consistency.contradictions(found.results)) == []
     found.report(tmp_path / "run.html")
     found.save(tmp_path / "run.json")
-    assert consistency.load(tmp_path / "run.json") == found.results
+    assert load(tmp_path / "run.json") == found.results
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["data"] == "your own"
     assert "there is one scheme" in str(found.table())
 

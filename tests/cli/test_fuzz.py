@@ -27,6 +27,7 @@ from zerosim.cli import main as cli
 from zerosim.cli import plan as planner
 from zerosim.counts import Phase
 from zerosim.lab import suite as lab
+from zerosim.lab.record import load
 from zerosim.records import consistency as soundness
 from zerosim.records import results
 from zerosim.records.files import ResultsError
@@ -115,7 +116,7 @@ def as_read(content: bytes, path: Path) -> Results | str:
     """What a file with this content is read as, or why it is not: the error names the file and has a reason."""
     path.write_bytes(content)
     try:
-        return soundness.load(path)
+        return load(path)
     except ResultsError as error:
         said = str(error)
     assert said.startswith(f"{path}: ")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import launch
+import notebook_links
 import record
 import run_notebook
 from zerosim.records import results
@@ -216,14 +216,14 @@ def test_a_notebook_opens_where_its_repository_is(path: Path) -> None:
     """As committed it says what pyproject.toml knows; with an address it has links and installs from there."""
     name = path.relative_to(run_notebook.ROOT).as_posix()
     committed = run_notebook.read(path)
-    assert launch.tell(copy.deepcopy(committed), name, launch.address()) == committed
-    told = launch.tell(copy.deepcopy(committed), name, "https://github.com/owner/name")
+    assert notebook_links.tell(copy.deepcopy(committed), name, notebook_links.address()) == committed
+    told = notebook_links.tell(copy.deepcopy(committed), name, "https://github.com/owner/name")
     last = told.cells[0].source.split("\n\n")[-1]
     assert re.findall(r"\[(\w+)\]\((https://[^)]+)\)", last) == list(
-        launch.links(name, "https://github.com/owner/name").items()
+        notebook_links.links(name, "https://github.com/owner/name").items()
     )
     assert 'REPOSITORY = "https://github.com/owner/name"' in told.cells[1].source
-    assert launch.tell(told, name, launch.address()) == committed
+    assert notebook_links.tell(told, name, notebook_links.address()) == committed
 
 
 def test_the_notebook_runs_the_lab_that_the_pages_argue_from() -> None:

@@ -17,7 +17,7 @@ import click
 import pytest
 from rich.console import Console
 
-import launch
+import notebook_links
 import record
 from zerosim.cli import main as cli
 from zerosim.records.results import Results
@@ -124,7 +124,7 @@ def test_pages_say_where_notebooks_open(monkeypatch: pytest.MonkeyPatch) -> None
     docs_site = importlib.import_module("docs_site")
     page = SimpleNamespace(file=SimpleNamespace(src_uri="tutorials.md"))
     for address, count in ((None, 0), ("https://github.com/owner/name", 2)):
-        monkeypatch.setattr(launch, "address", lambda known=address: known)
+        monkeypatch.setattr(notebook_links, "address", lambda known=address: known)
         shown = docs_site.on_page_markdown(text("tutorials.md"), page=page)
         assert shown.count(".ipynb) ([Colab](https://colab.research.google.com/github/owner/name/") == count
 

@@ -19,9 +19,9 @@ from zerosim.counts import Traffic
 from zerosim.lab import ablations
 from zerosim.lab import suite as lab
 from zerosim.lab.experiment import Run, model_of
+from zerosim.lab.record import load
 from zerosim.model import MLP
 from zerosim.options import LossScale
-from zerosim.records.consistency import load
 from zerosim.records.results import Results, Settings, encode, save
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage
 from zerosim.stages import ROWS

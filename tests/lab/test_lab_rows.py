@@ -15,10 +15,11 @@ from helpers import lab_settings
 from zerosim import theory
 from zerosim.lab import suite
 from zerosim.lab.experiment import job_of, model_of
-from zerosim.records import consistency, results
+from zerosim.lab.record import load
+from zerosim.records import results
 from zerosim.records.consistency import contradictions
 from zerosim.records.results import Results
-from zerosim.report import lab_console, page_tables, plots, trace
+from zerosim.report import lab_console, offline, page_tables, plots, trace
 from zerosim.schemes import DP, SCHEMES, ZeRO1, ZeRO3
 from zerosim.stages import HFSDP, HPZ, HSDP, ROWS, Infinity, Offload1, Offload2
 
@@ -122,7 +123,7 @@ def test_links_and_places_are_recorded_and_shown(found: Results) -> None:
     assert f"{offloaded.copied():,} {sum(offloaded.host.values()):,} {offloaded.host_peak.total:,}" in text
     assert "all schemes of one order alike" in text
     assert "one adds the gradients of all ranks in a ring" in text
-    html = page_tables.written(*page_tables.tables(found))
+    html = offline.written(*page_tables.tables(found))
     assert 'id="links"' in html
     assert 'id="between"' in html
     headline = plots.loss(found)._suptitle  # type: ignore[attr-defined]
@@ -138,7 +139,7 @@ def test_where_there_are_no_links_none_are_shown() -> None:
     assert "by link" not in text
     assert "Between orders" not in text
     assert "all schemes alike, bit for bit" in text
-    html = page_tables.written(*page_tables.tables(found))
+    html = offline.written(*page_tables.tables(found))
     assert 'id="links"' not in html
     assert found.parting() == ""
 
@@ -154,11 +155,11 @@ def test_a_host_without_memory_is_recorded_as_such(tmp_path: Path) -> None:
     assert (short.place, sum(short.held.values()) + short.asked > need - 1) == ("host", True)
     assert [record.name for record, _ in found.completed()] == ["ZeRO-3", "ZeRO-Offload 1"]
     assert "held on the host" in printed(found)
-    assert "on the host" in page_tables.written(*page_tables.summary(found))
+    assert "on the host" in offline.written(*page_tables.summary(found))
     assert any("on the host" in str(entry.get("name")) for entry in trace.trace(found)["traceEvents"])
     plots.timeline(found)
     results.save(found, tmp_path / "results.json")
-    assert consistency.load(tmp_path / "results.json") == found
+    assert load(tmp_path / "results.json") == found
     enough = suite.run(replace(asked, host_capacity=need), rows=[Infinity])
     assert len(enough.completed()) == 1
 
@@ -232,7 +233,7 @@ def test_distances_between_orders_belong_to_their_steps(found: Results) -> None:
 def test_results_survive_a_file(found: Results, tmp_path: Path) -> None:
     """Rows with groups, kept copies and places among them."""
     results.save(found, tmp_path / "results.json")
-    again = consistency.load(tmp_path / "results.json")
+    again = load(tmp_path / "results.json")
     assert msgspec.json.encode(again) == msgspec.json.encode(found)
     assert [record.row for record in again.schemes] == list(SOME)
 

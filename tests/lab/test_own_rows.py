@@ -17,8 +17,8 @@ from zerosim.checks.reference import Reference
 from zerosim.counts import Report
 from zerosim.lab import suite as lab
 from zerosim.lab.data import Pair
+from zerosim.lab.record import load
 from zerosim.model import MLP
-from zerosim.records.consistency import load
 from zerosim.records.results import save
 from zerosim.schemes import DP, Scheme, Stage, ZeRO2
 from zerosim.stages import ROWS

@@ -166,8 +166,7 @@ def lab(out: Path, as_json: bool, verbose: bool, rows: Sequence[Stage], **option
         if as_json:
             click.echo(encode(found), nl=False)
         else:
-            drawn = find_spec("matplotlib") is not None
-            console.show(found, None if trouble else out, verbose=verbose, drawn=drawn)
+            console.show(found, None if trouble else out, verbose=verbose, drawn=_drawing())
     if trouble:
         click.echo(f"Error: {trouble}", err=True)
     sys.exit(1 if found.failures else code)
@@ -183,12 +182,12 @@ def _write(found: Results, out: Path) -> tuple[str, int]:
     try:
         with replacing(out) as staging, _progress(2) as advance:
             advance("drawing the figures")
-            drawn = _draw(found, staging)
+            _draw(found, staging)
             advance("writing the page")
             save_pages(found, staging)
             save(found, staging / RESULTS)
             check_written(staging / RESULTS, found)
-        if not drawn:  # those of an earlier run would be of other results
+        if not _drawing():  # those of an earlier run would be of other results
             for name in FIGURES:
                 (out / name).unlink(missing_ok=True)
     except OSError as error:
@@ -199,14 +198,17 @@ def _write(found: Results, out: Path) -> tuple[str, int]:
     return "", 0
 
 
-def _draw(found: Results, folder: Path) -> bool:
-    """Write the figures, if there is what draws them."""
-    if find_spec("matplotlib") is None:
-        return False
-    from zerosim.report import plots
+def _drawing() -> bool:
+    """Whether there is what draws figures."""
+    return find_spec("matplotlib") is not None
 
-    plots.save_figures(plots.figures(found), folder)
-    return True
+
+def _draw(found: Results, folder: Path) -> None:
+    """Write the figures, if they can be drawn."""
+    if _drawing():
+        from zerosim.report import plots
+
+        plots.save_figures(plots.figures(found), folder)
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,8 @@ def axes(source: ModelSource, plan: Plan, advance: Advance) -> Axes:
         sequences=[None] if sequence is None else _sequences(sequence, source.longest),
         checkpoints=list(_checkpoints(source, question, advance)),
     )
-    events = max(len(Runner(source, question).run(row, question.asked[0]).report.events) for row in question.rows)
+    runner = Runner(source, question)
+    events = max(len(runner.run(row, question.asked[0]).report.events) for row in question.rows)
     while found.points * events > MOST_EVENTS and (longest := _longest(found)):
         values = getattr(found, longest)
         at = values.index(asked[longest])

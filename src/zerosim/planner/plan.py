@@ -171,8 +171,6 @@ def cell(
     """A step without a limit, so that its peak is known; to ``blame``, what a card too small for it has no room for."""
     question = runner.question
     ran = runner.run(row, ranks)
-    sequence = question.sequence or runner.source.sequence
-    tokens = None if sequence is None else question.micro_batch * sequence
     room = shortage = None
     if question.memory is not None:
         room = question.memory - ran.peak.total
@@ -181,6 +179,11 @@ def cell(
             assert (shortage is None) == (room >= 0 and not ran.host_short), "a card holds what its peak does not pass"
         if room >= 0 and runner.prepare(row).states_alone:
             room = None  # of what a step adds nothing is known
+    time = None
+    if not runner.prepare(row).states_alone:
+        time = hardware.time(
+            ran, ranks, chosen, cluster, runner.options(row, ranks), runner.tokens, row, question.placement
+        )
     return Cell(
         row=row,
         ranks=ranks,
@@ -191,9 +194,7 @@ def cell(
         room=room,
         reserve=question.reserve if room is not None else 0,
         shortage=shortage,
-        time=None
-        if runner.prepare(row).states_alone
-        else hardware.time(ran, ranks, chosen, cluster, runner.options(row, ranks), tokens, row, question.placement),
+        time=time,
         saved=ran.saved,
         host=ran.host,
     )

@@ -48,15 +48,13 @@ def made(source: ModelSource, plan: Plan, cell: Cell) -> PlannedStep:
         for band, unit, array in scheme.ranks.live(place=Place.CARD)
     ]
     scheme.step(runner.prepare(row, ranks=ranks).batch)
-    report = scheme.reports[-1]
-    assert report.peak.total == cell.peak.total, "the same step holds the same"
+    ran = runner.ran(scheme)
+    assert ran.peak.total == cell.peak.total, "the same step holds the same"
     card, cluster = hardware.cluster(question, runner.working(question.rows[0]))
-    sequence = question.sequence or runner.source.sequence
-    tokens = None if sequence is None else question.micro_batch * sequence
     spans = hardware.spans(
-        runner.run(row, ranks), ranks, card, cluster, runner.options(row, ranks), tokens, row, question.placement
+        ran, ranks, card, cluster, runner.options(row, ranks), runner.tokens, row, question.placement
     )
-    log = [event for event in report.events if event.kind in _WORK + _MEMORY]
+    log = [event for event in ran.report.events if event.kind in _WORK + _MEMORY]
     times = list(_times(log, spans))
     return PlannedStep(
         plan=plan,

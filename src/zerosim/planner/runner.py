@@ -69,6 +69,12 @@ class Runner:
         """The name of the recipe that a row runs with: what was asked for, or the convention's."""
         return self.convention.precision_of(row, self.question.precision)
 
+    @property
+    def tokens(self) -> int | None:
+        """Of a micro-batch; None where rows have no length."""
+        sequence = self.question.sequence or self.source.sequence
+        return None if sequence is None else self.question.micro_batch * sequence
+
     def node(self, ranks: int) -> int:
         """How many of so many ranks are on a node."""
         return min(node_size(self.question), ranks)
@@ -194,8 +200,12 @@ class Runner:
             scheme.step(self.prepare(row, micro_batch, ranks).batch)
         except OutOfMemory as error:
             return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
-        self._runs[*asked, sends] = found = _step_run(scheme, self.question.host_memory, self.node(ranks))
+        self._runs[*asked, sends] = found = self.ran(scheme)
         return found
+
+    def ran(self, scheme: Scheme) -> StepRun:
+        """What a scheme's last step says."""
+        return _step_run(scheme, self.question.host_memory, self.node(scheme.ring.size))
 
     def holds_states(self, row: Stage, ranks: int, capacity: int) -> bool:
         """Whether a card has room for the model states, with nothing trained."""

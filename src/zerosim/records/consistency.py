@@ -10,32 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from zerosim.bands import Band, Place
 from zerosim.counts import EventKind, Phase
 from zerosim.records import results as recorded
-from zerosim.records.files import ResultsError
-from zerosim.records.results import (
-    Check,
-    EventRecord,
-    Prediction,
-    Results,
-    SchemeRecord,
-    Settings,
-)
+from zerosim.records.results import Check, EventRecord, Prediction, Results, SchemeRecord, Settings
 from zerosim.stages import Over
 
 _BANDS, _KINDS, _PHASES = frozenset(Band), frozenset(EventKind), frozenset(Phase)
 _SENT = _BANDS | {"rows", "norm", "used"}  # what ranks tell each other in a few numbers has tags of its own
-
-
-def load(path: Path) -> Results:
-    """The results in a file. ResultsError, with the reason, if it is damaged or foreign, or contradicts itself."""
-    found = recorded.load(path)
-    for reason in contradictions(found):
-        raise ResultsError(f"{path}: its parts do not fit together: {reason}. Run the lab again.")
-    return found
 
 
 def contradictions(results: Results) -> Iterator[str]:

@@ -8,22 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from zerosim.bands import MODEL_STATES, Band
-from zerosim.stages import Over, Stage
+from zerosim.stages import Over, Stage, kind_of
 
 KINDS = {"params": Band.PARAMS, "grads": Band.GRADS, "optimizer": Band.MASTER}  # of state, each by one of its bands
 
 
-def kind_of(band: str) -> str:
-    """Which kind of state a model state's band belongs to.
-
-    >>> kind_of("main grads"), kind_of("exp_avg")
-    ('optimizer', 'optimizer')
-    """
-    return next((kind for kind, one in KINDS.items() if one == band), "optimizer")
-
-
 def bands_of() -> dict[str, list[str]]:
-    """The bands of each kind of state."""
+    """The bands of each kind of state.
+
+    >>> bands_of()["optimizer"]
+    ['main grads', 'master', 'exp_avg', 'exp_avg_sq', 'momentum']
+    """
     return {kind: [str(band) for band in MODEL_STATES if kind_of(band) == kind] for kind in KINDS}
 
 

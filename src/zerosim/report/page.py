@@ -1,6 +1,6 @@
 """The page: records in, one self-contained HTML file out, which opens offline.
 
-Owns the words of ``report.html``; ``page_tables.py`` has the tables, ``assets/`` the template, the styles and the
+Owns the words of ``report.html``; ``page_tables.py`` has the tables, ``assets/`` the body, the styles and the
 scripts that draw, ``offline.py`` puts them together. Computes nothing but units and ratios. Must not know the
 simulator.
 """
@@ -21,14 +21,15 @@ from zerosim.report import band_colors, trace
 from zerosim.report import colors as palette
 from zerosim.report.lanes import lanes
 from zerosim.report.looks import looks
-from zerosim.report.offline import offline
+from zerosim.report.offline import element, offline, written
 from zerosim.report.ownership import bands_of, declared
-from zerosim.report.page_tables import element, summary, tables, written
+from zerosim.report.page_tables import summary, tables
 from zerosim.stages import Stage
 from zerosim.util import sizes
 
 STYLES = ("page.css",)
 SCRIPTS = (
+    "chart.js",
     "replay.js",
     "lockstep.js",
     "words.js",
@@ -50,14 +51,14 @@ def page(results: Results) -> str:
     """The whole page."""
     ranks = _some(results.settings.ranks, "virtual GPU")
     parts = {
-        "title": written(element("title", f"zerosim: {results.n_params:,} parameters on {ranks}")),
         "opening": written(_opening(results)),
         "verdicts": written(*_verdicts(results)),
         "summary": written(_asked(results), *summary(results)),
         "tables": written(*tables(results)),
         "foot": written(_foot(results)),
     }
-    return offline("template.html", parts, _data(results), STYLES, SCRIPTS)
+    title = element("title", f"zerosim: {results.n_params:,} parameters on {ranks}")
+    return offline(title, "lab.html", parts, _data(results), STYLES, SCRIPTS)
 
 
 def save_page(results: Results, path: Path) -> None:

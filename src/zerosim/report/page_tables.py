@@ -12,34 +12,13 @@ from xml.etree import ElementTree as Tree
 from zerosim.bands import WIRES
 from zerosim.counts import Phase
 from zerosim.records.results import Prediction, Results
+from zerosim.report.offline import Cell, element
 
 _CHECKED = "Bytes are per rank. A measured number that is not the predicted one is marked ≠."
 NONE = "–"  # where nothing was predicted
 
-Cell = str | Tree.Element
 Expected = Mapping[str, int] | None  # nothing where the closed forms know no such model or options
 Side = tuple[str, Mapping[str, int], Expected]  # a scheme, what was measured and what was predicted
-
-
-# -- elements
-
-
-def element(tag: str, *children: Cell, **attributes: str) -> Tree.Element:
-    """An element with its text and children; ``class_`` is the attribute class, ``aria_label`` aria-label."""
-    element = Tree.Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
-    for child in children:
-        if isinstance(child, Tree.Element):
-            element.append(child)
-        elif len(element):
-            element[-1].tail = (element[-1].tail or "") + child
-        else:
-            element.text = (element.text or "") + child
-    return element
-
-
-def written(*elements: Tree.Element) -> str:
-    """The elements as HTML."""
-    return "\n".join(Tree.tostring(element, encoding="unicode", method="html") for element in elements)
 
 
 def table(

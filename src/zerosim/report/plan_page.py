@@ -15,12 +15,11 @@ from zerosim.records.plan import Cell, Plan
 from zerosim.records.plan_grid import Axes, Grid, GridCell
 from zerosim.report import plan_verdict as verdict
 from zerosim.report.band_colors import variable
-from zerosim.report.offline import offline
-from zerosim.report.page_tables import element, written
+from zerosim.report.offline import element, offline, written
 from zerosim.report.plan_console import RESERVED
 from zerosim.util import sizes
 
-# What a cell is told as, in this order; plan.js has the same names.
+# What a cell is told as, in this order; cells.js has the same names.
 FIELDS = (
     "row", "ranks", "rows", "sequence", "checkpoint", "verdict", "peak", "unit", "phase", "rest", "room", "sent",
     "between", "about", "least", "tokens", "host", "resident", "moves", "sizes",
@@ -31,9 +30,9 @@ def page(grid: Grid) -> str:
     """The whole page."""
     plan = grid.plan
     return offline(
+        element("title", f"{plan.model.name}: what training takes"),
         "plan.html",
         {
-            "title": written(element("title", f"{plan.model.name}: what training takes")),
             "head": written(element("h1", plan.model.name)),
             "lead": written(*_lead(grid)),
             "asked": written(_asked(plan)),
@@ -42,7 +41,7 @@ def page(grid: Grid) -> str:
         },
         told(grid),
         ["plan.css"],
-        ["plan.js"],
+        ["cells.js", "plan.js"],
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from zerosim.records.plan_step import PlannedStep
 from zerosim.report import plan_verdict as verdict
-from zerosim.report.trace import TRACKS, Entry, _memory, _names
+from zerosim.report.trace import TRACKS, Entry, counters, process_names
 from zerosim.util import sizes
 
 PROCESS = 1  # 0 is the idle one
@@ -31,11 +31,11 @@ def trace(step: PlannedStep) -> dict[str, Any]:
     plan, cell = step.plan, step.cell
     start = step.held_at_start()
     title = f"{cell.name}, one of {cell.ranks:,} GPUs"
-    memory = ((seconds, {**entry, "tid": THREADS["compute"]}) for seconds, entry in _memory(start, step.events))
+    memory = ((seconds, {**entry, "tid": THREADS["compute"]}) for seconds, entry in counters(start, step.events))
     timed: list[tuple[float, Entry]] = [*memory, *_spans(step), _peak(step, start)]
     return {
         "traceEvents": [
-            *_names(PROCESS, THREADS, title),
+            *process_names(PROCESS, THREADS, title),
             *({"ts": _micro(at), **entry, "pid": PROCESS} for at, entry in sorted(timed, key=lambda each: each[0])),
         ],
         "displayTimeUnit": "ms",

@@ -36,7 +36,7 @@ def trace(results: Results) -> dict[str, Any]:
             # No process may be 0, which is the idle one, and no two processes share a thread.
             process = position * shown + rank + 1
             threads = {track: 2 * process + index for index, track in enumerate(TRACKS)}
-            entries += _names(process, threads, f"{record.name}, rank {rank}")
+            entries += process_names(process, threads, f"{record.name}, rank {rank}")
             entries += ({**entry, "pid": process, "tid": threads[track]} for track, entry in events)
     return {
         "traceEvents": entries,
@@ -88,7 +88,7 @@ def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
     resident = record.steps[-1].resident if record.steps else {}
     events = until_out_of_memory(record.events, record.out_of_memory)
     pieces: list[tuple[float, str, Entry]] = [
-        (seconds, "compute", entry) for seconds, entry in _memory(start(resident, record.out_of_memory), events)
+        (seconds, "compute", entry) for seconds, entry in counters(start(resident, record.out_of_memory), events)
     ]
     for span in spans(events):
         category = {"name": f"{span.end.name} {span.end.unit}".strip(), "cat": span.lane}
@@ -109,23 +109,23 @@ def _timed(record: SchemeRecord) -> Iterator[tuple[str, Entry]]:
         yield track, {"ts": round(seconds * 1e6, 3), **entry}
 
 
-def _memory(held: dict[str, int], events: Sequence[EventRecord]) -> Iterator[tuple[float, Entry]]:
+def counters(held: dict[str, int], events: Sequence[EventRecord]) -> Iterator[tuple[float, Entry]]:
     """The counters before the first event, and after each that changes them: by band, and the total as recorded."""
     bands = dict.fromkeys([*held, *(event.name for event in events if event.kind in ("hold", "free"))])
     levels = {band: held.get(band, 0) for band in bands}
 
-    def counters(seconds: float, total: int) -> Iterator[tuple[float, Entry]]:
+    def now(seconds: float, total: int) -> Iterator[tuple[float, Entry]]:
         yield seconds, {"ph": "C", "name": "held, B", "cat": "memory", "args": {"total": total}}
         yield seconds, {"ph": "C", "name": "held by band, B", "cat": "memory", "args": dict(levels)}
 
-    yield from counters(0.0, sum(levels.values()))
+    yield from now(0.0, sum(levels.values()))
     for event in events:
         if event.kind in ("hold", "free"):
             levels[event.name] += event.nbytes if event.kind == "hold" else -event.nbytes
-            yield from counters(event.seconds, event.held)
+            yield from now(event.seconds, event.held)
 
 
-def _names(process: int, threads: Mapping[str, int], name: str) -> Iterator[Entry]:
+def process_names(process: int, threads: Mapping[str, int], name: str) -> Iterator[Entry]:
     """Metadata: what the process and its threads are called, and where they stand."""
 
     def named(what: str, thread: int, **arguments: object) -> Entry:

@@ -3,8 +3,7 @@
 "use strict";
 
 const Words = (() => {
-  const { exact, total } = Draw;
-  const own = (table, key) => (Object.hasOwn(table, key) ? table[key] : null); // names may be anything
+  const { exact, total, own } = Draw;
 
   const HOLDS = {
     "gathered params": ["gather", (unit) => `Each rank makes room for whole parameters of ${unit}.`],
@@ -51,14 +50,14 @@ const Words = (() => {
     }
     if (kind === "hold" || kind === "free") {
       const known = own(kind === "hold" ? HOLDS : FREES, name);
-      const [verb, text] = known ?? [kind === "hold" ? "hold" : "release", () => `Each rank holds ${kind === "hold" ? "more" : "less"} of ${name} for ${unit}.`];
+      const [verb, text] = known || [kind === "hold" ? "hold" : "release", () => `Each rank holds ${kind === "hold" ? "more" : "less"} of ${name} for ${unit}.`];
       return [verb, `${text(unit, job)} ${kind === "hold" ? "+" : "−"}${exact(nbytes)} of ${name}.`];
     }
     if (kind === "send") {
       const hops = some(frame.collective.ring.size - 1, "hop");
-      return [own(VERBS, name) ?? "send", `The ${job} of ${unit} is done: each rank has sent ${exact(nbytes)}${frame.collective.job ? ` in ${hops}` : ""}.`];
+      return [own(VERBS, name) || "send", `The ${job} of ${unit} is done: each rank has sent ${exact(nbytes)}${frame.collective.job ? ` in ${hops}` : ""}.`];
     }
-    if (kind === "compute") return ["compute", (own(COMPUTES, name) ?? ((each) => `Each rank computes ${name} of ${each}.`))(unit)];
+    if (kind === "compute") return ["compute", (own(COMPUTES, name) || ((each) => `Each rank computes ${name} of ${each}.`))(unit)];
     if (kind === "copy") return ["copy", `Each rank copies ${exact(nbytes)} of ${unit} over its host link to the ${name}.`];
     if (kind === "host hold") return ["host", `Each rank's part of the host holds ${exact(nbytes)} more of ${name} for ${unit}.`];
     if (kind === "host free") return ["host", `Each rank's part of the host holds ${exact(nbytes)} less of ${name} for ${unit}.`];

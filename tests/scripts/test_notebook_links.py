@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-import launch
+import notebook_links
 import release
 import write_readme
 
@@ -20,16 +20,16 @@ def test_the_address_is_that_of_the_project_urls(tmp_path: Path) -> None:
     """It is what a release has written to pyproject.toml, and nothing before."""
     project = tmp_path / "pyproject.toml"
     project.write_text('[project]\nname = "x"\n')
-    assert launch.address(tmp_path) is None
+    assert notebook_links.address(tmp_path) is None
     project.write_text('[project]\nname = "x"\n\n' + release.urls(GITHUB))
-    assert launch.address(tmp_path) == GITHUB
+    assert notebook_links.address(tmp_path) == GITHUB
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_links_are_well_formed(path: str) -> None:
     """Each has the services' own form, names owner, repository, branch and a notebook that is there."""
     assert (ROOT / path).is_file()
-    found = {service: urlsplit(link) for service, link in launch.links(path, GITHUB, "v1.2.3").items()}
+    found = {service: urlsplit(link) for service, link in notebook_links.links(path, GITHUB, "v1.2.3").items()}
     assert (found["Colab"].netloc, found["Binder"].netloc) == ("colab.research.google.com", "mybinder.org")
     assert found["Colab"].path == f"/github/owner/name/blob/v1.2.3/{path}"
     assert found["Binder"].path == "/v2/gh/owner/name/v1.2.3"
@@ -39,7 +39,7 @@ def test_links_are_well_formed(path: str) -> None:
 
 def test_colab_is_left_out_where_it_cannot_read() -> None:
     """It opens what is on GitHub; Binder takes the address of any repository, as one part of a path."""
-    [(service, link)] = launch.links("notebook.ipynb", ELSEWHERE).items()
+    [(service, link)] = notebook_links.links("notebook.ipynb", ELSEWHERE).items()
     assert service == "Binder"
     assert [unquote(part) for part in urlsplit(link).path.split("/")[3:]] == [ELSEWHERE, "main"]
 
@@ -48,9 +48,9 @@ def test_colab_is_left_out_where_it_cannot_read() -> None:
 def test_a_page_has_them_as_soon_as_the_address_is_known(page: str, count: int) -> None:
     """After each link to a notebook, once; without an address a page is as it was."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert launch.linked(text, page, None) == text
-    told = launch.linked(text, page, GITHUB)
-    assert launch.linked(told, page, GITHUB) == told
+    assert notebook_links.linked(text, page, None) == text
+    told = notebook_links.linked(text, page, GITHUB)
+    assert notebook_links.linked(told, page, GITHUB) == told
     opened = re.findall(r"\.ipynb\) \(\[Colab\]\((\S+)\), \[Binder\]\(\S+\)\)", told)
     assert len(opened) == count
     assert {link.partition("/main/")[2] for link in opened} <= set(NOTEBOOKS)
@@ -58,9 +58,9 @@ def test_a_page_has_them_as_soon_as_the_address_is_known(page: str, count: int) 
 
 def test_the_pages_are_written_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator puts them where the address is, and leaves them out where it is not."""
-    monkeypatch.setattr(launch, "address", lambda: None)
+    monkeypatch.setattr(notebook_links, "address", lambda: None)
     assert "colab" not in write_readme.written(write_readme.README)
-    monkeypatch.setattr(launch, "address", lambda: GITHUB)
+    monkeypatch.setattr(notebook_links, "address", lambda: GITHUB)
     assert write_readme.written(write_readme.README).count("/github/owner/name/blob/main/") == len(NOTEBOOKS)
 
 
