@@ -4,6 +4,7 @@ A message names the call, the rule, the value received and what to do; every cas
 fragments that say so.
 """
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -319,17 +320,28 @@ WORDS: Any = [0.9, "x"]
         (lambda: MLP(NOTHING), r"^MLP\(widths\): needs two or more positive integers, input width first; got None"),
         (lambda: MLP(FIVE), r"^MLP\(widths\): .* got 5"),
         (lambda: DP(MLP((5, 3)), 4, ring=4), r"^Scheme\(ring\): ring must be of type Ring; got 4"),
+        (lambda: DP(MLP((5, 3)), 4, collectives=FIVE), r"^Scheme\(collectives\): Comm, or a class .* got 5"),
+        (lambda: DP(MLP((5, 3)), 4).on_event(FIVE), r"^Scheme.on_event\(listener\): .* got 5"),
         (lambda: Adam(lr=10**400), r"^Adam\(lr\): a positive, finite number is needed; got 1000"),
         (lambda: SGD(lr=10**400), r"^SGD\(lr\): a positive, finite number is needed; got 1000"),
         (lambda: Adam(betas=WORDS), r"^Adam\(betas\): a pair of numbers"),
     ],
-    ids=["no widths", "one width", "ring", "Adam", "SGD", "betas"],
+    ids=["no widths", "one width", "ring", "collectives", "listener", "Adam", "SGD", "betas"],
 )
 @pytest.mark.usefixtures("as_users_call_it")
 def test_what_no_room_can_use_is_refused_at_the_door(make: Any, says: str) -> None:
     """In words, before anything is made, and not in the middle of a step."""
     with pytest.raises((ValueError, TypeError), match=says):
         make()
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    """By the number that was asked for, with those that there are."""
+    ranks = DP(MLP((5, 3)), 4).ranks
+    for index, error in ((4, IndexError), (-5, IndexError), (WORDS, TypeError)):
+        with pytest.raises(error, match=rf"^ranks\[{re.escape(repr(index))}\]: 4 ranks are here. Use 0 to 3"):
+            ranks[index]
+    assert ranks[3].id == ranks[-1].id == 3
 
 
 @pytest.mark.usefixtures("as_users_call_it")

@@ -14,10 +14,10 @@ from zerosim.buckets import Bucket
 from zerosim.counts import EventKind, Phase
 from zerosim.model import MLP
 from zerosim.optimizer import Adam
-from zerosim.options import Gather, Options
+from zerosim.options import Gather
 from zerosim.ranks import OutOfMemory, Rank
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
-from zerosim.worlds.local import LocalRing, footprint
+from zerosim.worlds.local import LocalRing
 
 WIDTHS = (5, 7, 3)
 SIZES = sizes(WIDTHS)
@@ -417,18 +417,6 @@ def test_flat_gradients_are_the_averaged_ones(stage: Stage) -> None:
         train(scheme, batches(3))
         flat.append(scheme.flat(Band.GRADS))
     assert flat[0].tobytes() == flat[1].tobytes()
-
-
-@pytest.mark.parametrize(
-    ("stage", "whole", "sharded", "transient"),
-    [(DP, 2 + 2 + 12, 0, 0), (ZeRO1, 2 + 2, 12, 0), (ZeRO2, 2, 2 + 12, 2), (ZeRO3, 0, 2 + 2 + 12, 2 + 2)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_the_memory_that_a_stage_will_need(stage: Stage, whole: int, sharded: int, transient: int) -> None:
-    """States whole or sharded, and the largest bucket's gathered parameters and unreduced gradients for a while."""
-    small, large = 7, 13  # chunks of 2 and 3 elements on five ranks
-    states = whole * 5 * (2 + 3) + sharded * (2 + 3)
-    assert footprint(stage, [small, large], 5, Options()) == 5 * (states + transient * 5 * 3)
 
 
 class Counted(MLP):

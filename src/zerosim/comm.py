@@ -272,7 +272,7 @@ class Comm:
         if padding or handed.counts[..., 3].any():
             by_rank = np.empty(len(self.ring.ids), np.int64)
             self.ring.lanes(by_rank)[...] = handed.counts[..., 3]
-        traffic.hops(messages, sent, received, by_rank)
+        traffic.hop(sent, received, by_rank, messages)
 
     # -- in flight
 
@@ -314,7 +314,7 @@ class Comm:
 
         def hop(block: Array, spare: Array, offset: int) -> Array:
             arrived = shift(block, spare)
-            traffic.hop(block.nbytes // rows, arrived.nbytes // rows, None)
+            traffic.hop(block.nbytes // rows, arrived.nbytes // rows)
             offsets.append(offset)  # what of the block is padding is worked out once, when all have been made
             return arrived
 

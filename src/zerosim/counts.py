@@ -103,19 +103,11 @@ class Traffic:
         """Bytes that each rank sent."""
         return self._sent
 
-    def hop(self, sent: int, received: int, padding: Counts | None) -> None:
-        """One hop: every rank handed over a block of ``sent`` bytes and took one of ``received``."""
+    def hop(self, sent: int, received: int, padding: Counts | None = None, messages: int = 1) -> None:
+        """One hop, or several as one: every rank handed over ``sent`` bytes in all and took ``received``."""
         self._sent += sent
         self._received += received
-        self.messages += 1
-        if padding is not None:
-            self.padding += padding
-
-    def hops(self, messages: int, sent: int, received: int, padding: Counts | None) -> None:
-        """Hops that were counted as they were made: so many for every rank, and the bytes of all of them."""
         self.messages += messages
-        self._sent += sent
-        self._received += received
         if padding is not None:
             self.padding += padding
 

@@ -159,7 +159,10 @@ class Ranks:
     def __getitem__(self, index: slice) -> list[Rank]: ...
 
     def __getitem__(self, index: int | slice) -> Rank | list[Rank]:
-        rows = range(len(self))[index]
+        try:
+            rows = range(len(self))[index]
+        except (IndexError, TypeError) as error:
+            raise type(error)(f"ranks[{index!r}]: {len(self)} ranks are here. Use 0 to {len(self) - 1}.") from None
         return Rank(self, rows) if isinstance(rows, int) else [Rank(self, row) for row in rows]
 
 

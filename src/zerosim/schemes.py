@@ -91,8 +91,10 @@ class Scheme:
         groups = distinct(self.layers)
         if ring is None:
             check_room(stage, [group.size for group in groups], ranks, options)
-        self.ring = ring or LocalRing(ranks)
+        self.ring, kind = ring or LocalRing(ranks), collectives or Comm
         arguments.instance_of("Scheme", "ring", self.ring, Ring)
+        if not hasattr(kind, "reduce_scatter"):
+            raise TypeError(f"Scheme(collectives): Comm, or a class with its face, is needed; got {collectives!r}.")
         if self.ring.size != ranks:
             raise ValueError(
                 f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."
@@ -109,7 +111,7 @@ class Scheme:
         )  # fmt: skip
 
         def comms(dtype: DType) -> list[Comm]:
-            kind, blocks = collectives or Comm, Workspace(self.ranks, Band.BLOCKS, dtype)
+            blocks = Workspace(self.ranks, Band.BLOCKS, dtype)
             return [kind(ring, dtype, blocks, self.ledger) for ring in rings]
 
         self._work = Workspace(self.ranks, Band.ACTIVATIONS)
@@ -216,6 +218,7 @@ class Scheme:
                 x, kept = layer.forward(x, Pass(params, self._work, turn=self._turn))
                 self.ledger.computed(layer.name)
                 saved.append(kept)
+                del params  # or its memory, once given up by the pool, would stay for a layer more
         return x, saved
 
     def _backward(self, saved: list[Any], dy: Shaped[Array, "R ..."], last: bool) -> None:
@@ -229,6 +232,7 @@ class Scheme:
                 self.ledger.computed(layer.name)
                 if dx is not None:
                     dy = dx
+                del given, grads, params  # or their memory, once given up by the pool, would stay for a layer more
             reduced = self._gradients.written(layer, last=last)
             if self.options.in_backward:
                 self._changed = True
@@ -305,6 +309,7 @@ class Scheme:
 
     def on_event(self, listener: Listener) -> Listener:
         """Call ``listener`` with each ``Event`` that follows: every hold, free, computation and collective."""
+        arguments.instance_of("Scheme.on_event", "listener", listener, Callable)  # type: ignore[arg-type]
         self.ledger.listeners.append(listener)
         return listener
 

@@ -127,6 +127,30 @@ def test_a_module_is_compared_through_torchs_autograd(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "report.html").read_text(encoding="utf-8") == page
 
 
+def test_buffers_and_frozen_parameters_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm's statistics are each rank's own, and alike under all rows; a rank's that are not are found and named."""
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    net[0].requires_grad_(False)
+    batches = [[(torch.randn(4, 5), torch.randn(4, 3)) for _ in range(3)] for _ in range(2)]
+    found = zs.compare(net, batches, ranks=3, loss=torch.nn.functional.mse_loss)
+    assert found.holds
+    assert found.results.differences[0].differing["buffers"] == 0
+    assert load(found.save(tmp_path / "own.json")) == found.results
+
+    apply = zs.Scheme._apply
+
+    def spoil(scheme: zs.Scheme, report: Any) -> None:
+        apply(scheme, report)
+        if scheme.name == "ZeRO-2":
+            buffers, *_ = [bucket.states[Band.BUFFERS] for bucket in scheme.buckets if Band.BUFFERS in bucket.states]
+            buffers[1] += 1
+
+    monkeypatch.setattr(zs.Scheme, "_apply", spoil)
+    [first, *_] = zs.compare(net, batches, ranks=3, loss=torch.nn.functional.mse_loss).results.failures
+    assert (first.scheme, first.rank, first.step, first.quantity.split()[0]) == ("ZeRO-2", 1, 1, "buffers")
+
+
 def test_modules_take_several_inputs_and_targets() -> None:
     """A batch's x and y may be tuples and mappings, one batch or a list of them, also of two ranks."""
     torch = pytest.importorskip("torch")

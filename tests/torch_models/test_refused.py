@@ -341,3 +341,31 @@ def test_other_batches_are_refused() -> None:
         list(demo.batches(1, 1, length=600))
     with pytest.raises(ValueError, match=r"a pair \(x, target\)"):
         from_torch(made(CASES["tied"]), [x])
+
+
+class OwnSlope(nn.Module):  # type: ignore[misc]
+    """Adds the slope of its layer at an input that it makes require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x.requires_grad_())
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def test_gradients_of_an_input_are_refused() -> None:
+    """Nobody would take them; in words, not by what is left in the ledger."""
+    with pytest.raises(ValueError, match=r"OwnSlope would not train .* as of an input after requires_grad_\(\)"):
+        TorchModel(OwnSlope(), X, loss=squared)
+
+
+def test_a_loss_that_cannot_take_the_output_is_named() -> None:
+    """With the shapes that it was given; the loss that is advised takes them."""
+    batch = numbers(2, (ROWS, 3), (ROWS, 3))
+    scheme = DP(from_torch(nn.Linear(3, 3), batch), 2)
+    with pytest.raises(ValueError, match=rf"^TorchModel\(loss\): cross_entropy failed .* float32\[{ROWS}, 3\]"):
+        scheme.step(batch)
+    advised = functional.mse_loss
+    assert DP(from_torch(nn.Linear(3, 3), batch, loss=advised), 2).step(batch) > 0

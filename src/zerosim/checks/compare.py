@@ -41,7 +41,8 @@ LOGGED_END, LOGGED_PEAK, LOGGED_SENT = "bytes held at the end", "bytes held at t
 LOGGED_COPIED = "bytes copied to the {}"
 INSTANTS = "instants predicted that the log has, in their order"
 LOGGED, STEP = "{}, by the log", "number of the step"
-COMPARED = tuple(band for band in MODEL_STATES if band is not Band.GRADS)  # of those each rank may keep its own
+# Not gradients, of which each rank may keep its own. Buffers are each rank's own too: compared with those of its twin.
+COMPARED = (*(band for band in MODEL_STATES if band is not Band.GRADS), Band.BUFFERS)
 
 
 def bits(array: Array) -> Array:
@@ -50,14 +51,24 @@ def bits(array: Array) -> Array:
 
 
 def whole_states(scheme: Scheme) -> dict[Band, list[Array]]:
-    """Every compared state as one padded vector per bucket, a copy of the pieces of the ranks that come first."""
-    return {band: [_whole(bucket, band) for bucket in scheme.buckets] for band in scheme.states if band in COMPARED}
+    """Every compared state as one padded vector per bucket that has it, a copy of the pieces of the first ranks."""
+    wholes = {band: [_whole(bucket, band) for bucket in _having(scheme, band)] for band in COMPARED}
+    return {band: found for band, found in wholes.items() if found}
+
+
+def _having(scheme: Scheme, band: Band) -> list[Bucket]:
+    return [bucket for bucket in scheme.buckets if band in bucket.states]
+
+
+def _pieces(bucket: Bucket, band: Band) -> list[int]:
+    """Which piece each rank here has; a buffer is each rank's own."""
+    return bucket.pieces[band].tolist() if band in bucket.pieces else list(range(len(bucket.states[band])))
 
 
 def _whole(bucket: Bucket, band: Band) -> Array:
-    state, pieces = bucket.states[band], bucket.pieces[band].tolist()
-    first = [pieces.index(piece) for piece in range(bucket.padded // state.shape[1])]
-    return state[first].reshape(-1)
+    pieces = _pieces(bucket, band)
+    first = [pieces.index(piece) for piece in sorted(set(pieces))]
+    return bucket.states[band][first].reshape(-1)
 
 
 def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) -> tuple[Difference, list[Failure]]:
@@ -71,9 +82,9 @@ def compare(scheme: Scheme, reference: Mapping[Band, list[Array]], step: int) ->
     failures: list[Failure] = []
     for band, wholes in reference.items():
         differing[band], largest[band] = 0, 0.0
-        for bucket, whole in zip(scheme.buckets, wholes, strict=True):
+        for bucket, whole in zip(_having(scheme, band), wholes, strict=True):
             mine = bucket.states[band]
-            theirs = whole.reshape(-1, mine.shape[1])[bucket.pieces[band]]
+            theirs = whole.reshape(-1, mine.shape[1])[_pieces(bucket, band)]
             unequal = bits(mine) != bits(theirs)
             if not unequal.any():
                 continue

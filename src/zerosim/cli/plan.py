@@ -224,17 +224,31 @@ def _progress(doing: str) -> Iterator[Callable[[str, int | None], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    # Standard output is the plan's: what a model's own code prints goes with the progress.
-    with (
-        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
-        contextlib.redirect_stdout(sys.stderr),
-    ):
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress, _output_kept_clean():
         bar = progress.add_task(doing, total=None)
 
         def advance(doing: str, total: int | None) -> None:
             progress.update(bar, advance=total is not None, total=total, description=doing)
 
         yield advance
+
+
+@contextlib.contextmanager
+def _output_kept_clean() -> Iterator[None]:
+    """Standard output is the plan's: what a model's own code prints, or writes to descriptor 1, goes to the errors."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of them is closed
+        kept = -1
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept >= 0:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from zerosim.torch_models.program import Kind, Program
 from zerosim.torch_models.tensors import packed, unpacked
 from zerosim.torch_models.trees import arguments, map_tensors
 from zerosim.torch_models.units import numpy_dtype
+from zerosim.util.arguments import unmasked
 from zerosim.util.shapes import Shaped
 
 
@@ -195,10 +196,7 @@ def _like(x: Array, example: torch.Tensor, compute: Any, vocabulary: int | None)
 
 
 def _check(what: str, array: Any, first: Any, x: Any) -> None:
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"{what} is a masked array, and its mask would be ignored. Pass an array, filled as it should be."
-        )
+    unmasked(what, array)
     if array.dtype.kind not in "iub" and array.dtype != FP32:
         raise TypeError(f"{what} must be integers, booleans or float32; got {array.dtype}. Use astype, or float().")
     if array.ndim < 1 or array.size == 0 or array.shape[0] != x.shape[0]:

@@ -63,7 +63,7 @@ class RankLoss:
             saved = SavedTensors(_there(memory, wanted))
             drawing = deterministic("TorchModel(loss): the loss")
             with counting(first) as flops, saved.recording(), torch.enable_grad(), drawing:
-                value = self.function(program.returned(leaves), wanted)
+                value = self._value(program.returned(leaves), wanted)
             check_value("TorchModel", value, leaves.values())
             operations += flops()
             held.keep(rank, saved.finish({}))
@@ -83,6 +83,17 @@ class RankLoss:
         held.free()
         work.free(target)
         return values, grads
+
+    def _value(self, output: Any, wanted: Any) -> Any:
+        try:
+            return self.function(output, wanted)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            one, other = ([f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors(x)] for x in (output, wanted))
+            raise ValueError(
+                f"TorchModel(loss): {name} failed on the output {', '.join(one)} and the target {', '.join(other)} "
+                f"({error}). Pass a loss that takes them, as in loss=torch.nn.functional.mse_loss."
+            ) from error
 
 
 def _there(memory: dict[int, torch.Tensor], wanted: Any) -> dict[Any, torch.Tensor]:

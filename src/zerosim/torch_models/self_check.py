@@ -160,7 +160,11 @@ def layer_by_layer(
         layer.backward(saved.pop(), dy, Pass([flats[group] for group in layer.groups], work, rooms))
         for group, room in zip(trainable, rooms, strict=True):
             sums[group] = np.add(sums[group], room, dtype=kind) if group in sums else room
-    assert not ledger.total, "every layer frees what it holds"
+    if ledger.total:
+        raise Mismatch(
+            f"a gradient of {ledger.total:,} B is of what no layer has made, as of an input after requires_grad_(), "
+            f"and nobody would take it. Let no tensor of the forward require gradients by itself"
+        )
     grads: dict[str, torch.Tensor] = {}
     for part in (part for layer in layers for part in layer.parts if part.group in sums):
         sizes = [prod(slot.shape) for slot in part.slots]

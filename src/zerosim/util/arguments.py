@@ -125,7 +125,16 @@ def check_layout(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int
             _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width)
 
 
+def unmasked(where: str, array: object) -> None:
+    """Refuse a masked array, whose mask nothing would look at."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where} is a masked array, and its mask would be ignored. Pass an array, filled as it should be."
+        )
+
+
 def _check_array(where: str, array: Array, rows: int, width: int) -> None:
+    unmasked(where, array)
     if getattr(array, "dtype", None) != np.float32:
         got = getattr(array, "dtype", type(array).__name__)
         raise TypeError(f"{where} must be a float32 array; got {got}. Convert it with .astype(np.float32).")
