@@ -46,3 +46,12 @@ def floating_errors_raise() -> Iterator[None]:
     """Raise on overflow, division by zero and invalid operations; underflow to zero is Adam's daily bread."""
     with np.errstate(all="raise", under="ignore"):
         yield
+
+
+@pytest.fixture
+def unsanitized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the stricter world and the account of memory, most of a small lab's time, to the tests that are of them."""
+    from zerosim.checks import allocations, sanitizer
+
+    for check in (allocations, sanitizer):
+        monkeypatch.setattr(check, "run", lambda *_: [])

@@ -31,6 +31,12 @@ from zerosim.schemes import SCHEMES, Scheme, Stage, ZeRO3
 Pair = tuple[Array, Array]
 Batch = list[Pair]
 
+
+def by_night(*values: Any) -> list[Any]:
+    """Parameters of a test that are tried at night alone, as one by day tells as much."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 MINE = Stage("mine", optimizer=True, grads=True)  # a row of one's own, which shards what ZeRO-2 does
 OWN = [  # and one for each of the four
     Stage("mine"),

@@ -112,7 +112,7 @@ def cut_short(which: int, after: int) -> tuple[Scheme, Scheme]:
     return run, twin
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(which=st.integers(0, len(ROWS) - 1), share=st.floats(0, 1))
 def test_an_interrupted_step_has_not_happened_or_none_follows(which: int, share: float) -> None:
     """After an interrupt anywhere the next step is the same as if there had been none, in bits, bytes and log; or it is

@@ -479,15 +479,15 @@ def test_a_log_is_enough_to_rebuild_the_step(stage: Stage, n: int, gather: Gathe
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("steps", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [1_200, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_long_run_takes_no_more_memory_than_a_short_one(steps: int) -> None:
-    """The process has after so many steps what it had after a thousand, within what an interpreter needs: 256 kB."""
+    """The process has after so many steps what it had after 400, within what an interpreter needs: 256 kB."""
     run = ZeRO3(MLP((3, 2)), 2, precision="fp32", keep_reports=10)
     [batch] = batches(2, rows=1, widths=(3, 2))
     after: list[int] = []
     for step in range(1, steps + 1):
         run.step(batch)
-        if step in (1_000, steps):
+        if step in (400, steps):
             gc.collect()
             after.append(psutil.Process().memory_info().rss)
     assert len(run.reports) == 10

@@ -449,7 +449,13 @@ def at_every_instant(
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]], ids=["killed", "told to end"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([signal.SIGKILL], id="killed"),
+        pytest.param([signal.SIGINT, signal.SIGTERM], id="told to end", marks=pytest.mark.slow),
+    ],
+)
 def test_a_lab_that_is_ended_at_any_instant_can_be_run_again(
     found: Results, tmp_path: Path, numbers: list[signal.Signals]
 ) -> None:

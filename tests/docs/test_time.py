@@ -56,6 +56,7 @@ def test_each_size_card_and_number_of_gpus_is_within_15_percent() -> None:
             assert median(found) < 0.15, key
 
 
+@pytest.mark.slow
 def test_the_shares_are_the_fits() -> None:
     """Fitted again on made-up runs, the shares that made them come out."""
     pytest.importorskip("transformers")

@@ -9,11 +9,10 @@ import click
 import numpy as np
 import pytest
 
-from helpers import Case, lab_settings
+from helpers import Case, by_night, lab_settings
 from zerosim import theory
 from zerosim.bands import Band
 from zerosim.checks import compare as checks
-from zerosim.checks import sanitizer
 from zerosim.cli.lab import lab as command
 from zerosim.counts import Traffic
 from zerosim.lab import ablations
@@ -34,12 +33,6 @@ WIDTHS = [5, 11, 3]
 
 def settings(**changes: Any) -> Settings:
     return lab_settings(**{"steps": 3, "widths": WIDTHS} | changes)
-
-
-@pytest.fixture
-def unsanitized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the stricter world, which takes most of the time, to ``found`` and to other files."""
-    monkeypatch.setattr(sanitizer, "run", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +88,20 @@ STEP: list[dict[str, Any]] = [
 ]
 AS_RUN = {"clip": 0.5, **SCALED, "uneven": True, "weight_decay": 0.1, "warmup": 2, "wire_params": "int8"}
 MORE = {"accumulate": 2, "norm_type": float("inf"), "find_unused": True, "batch": 4}
-CHOSEN: list[dict[str, Any]] = [
+CHOSEN: list[Any] = [
     *filter(sound, RECIPES),
     *({"gather": gather} for gather in choices("gather")),
     *({"data": data, "widths": [64, 3, 64]} for data in choices("data")),
     *({"ranks": ranks} for ranks in (1, 2)),
     {"ranks": 4, "node": 2, "host_capacity": 10**6},
     *STEP,
-    *({"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "resume_ranks": ranks} | AS_RUN for ranks in (2, 4, 6)),
-    *({"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "sync": sync} | AS_RUN | MORE for sync in ("each", "end")),
+    {"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "resume_ranks": 6} | AS_RUN,
+    *by_night(
+        *({"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "resume_ranks": ranks} | AS_RUN for ranks in (2, 4))
+    ),
+    *by_night(
+        *({"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "sync": sync} | AS_RUN | MORE for sync in ("each", "end"))
+    ),
     {"capacity": 2000},
 ]
 

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="modules need torch: pip install 'zerosim[torch]'")
 
 import zerosim as zs  # noqa: E402
+from helpers import by_night  # noqa: E402
 from planner.torch_memory import Block, Model, cross_entropy, fsdp2_peak, plain_peak  # noqa: E402
 from zerosim.stages import DP, HPZ, HSDP, HSDPKept, Stage, ZeRO3, ZeRO3Kept  # noqa: E402
 
@@ -20,8 +21,10 @@ RANKS, NODE = 8, 4
 WIDE, LONG = (256, 4, (2, 32)), (64, 6, (16, 128))  # width, blocks, rows of tokens: parameters, or activations count
 CASES = [pytest.param(WIDE, id="wide"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
 FSDP2: list[tuple[Stage, dict[str, Any]]] = [
-    (ZeRO3, {}), (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}), (HSDP, {"node": NODE}),
-    (HSDPKept, {"node": NODE, "reshard": False}),
+    (ZeRO3, {}), (HSDP, {"node": NODE}),
+]  # fmt: skip
+KEPT: list[tuple[Stage, dict[str, Any]]] = [
+    (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}), (HSDPKept, {"node": NODE, "reshard": False}),
 ]  # fmt: skip
 
 
@@ -41,15 +44,19 @@ def close(ours: int, theirs: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("row", "given"), FSDP2, ids=lambda each: each.name if isinstance(each, Stage) else "")
+@pytest.mark.parametrize(
+    ("row", "given"),
+    [*FSDP2, *(pytest.param(*each, marks=pytest.mark.slow) for each in KEPT)],
+    ids=lambda each: each.name if isinstance(each, Stage) else "",
+)
 def test_fully_shard(row: Stage, given: dict[str, Any], case: tuple[int, int, tuple[int, int]]) -> None:
     """Every kind of resharding, on meshes of one axis and of two."""
     model, shape = Model(*case[:2]), case[2]
     close(planned(model, row, RANKS, shape, node_size=NODE), fsdp2_peak(model, RANKS, shape, **given))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("tied", [True, *by_night(False)])
+@pytest.mark.parametrize("checkpoint", [True, *by_night(False)])
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 64))])
 def test_ties_checkpoints_and_ranks(ranks: int, checkpoint: bool, tied: bool) -> None:
     """The root's gradients, of tied parameters three at a time; blocks that run again; few ranks and many."""
@@ -66,7 +73,7 @@ def test_the_optimizers_own_memory() -> None:
     assert fused <= fsdp2_peak(model, 1, shape, foreach=False)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, *by_night(False)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("buckets", [None, "copies", "views"])
 def test_plain_torch_and_ddp(buckets: str | None, case: tuple[int, int, tuple[int, int]], tied: bool) -> None:
