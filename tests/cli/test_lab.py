@@ -110,13 +110,22 @@ def test_sizes_have_units(text: str, nbytes: int) -> None:
     assert options.ByteSize().convert(text, None, None) == nbytes
 
 
-@pytest.mark.parametrize("text", ["2", "MB", "2XB", "-1MB", "0B", "nanMB", "infB", "1e400MB", "2 M B", ""])
+@pytest.mark.parametrize("text", ["2", "MB", "2XB", "-1MB", "0B", "nanMB", "infB", "2 M B", ""])
 def test_a_size_without_a_known_unit_is_refused(tmp_path: Path, text: str) -> None:
     """What is not a number with a unit is an error that names the units, and nothing is run or written."""
     result = run(*SMALL, "--capacity", text, out=tmp_path / "out")
     assert result.exit_code == 2
     assert "GiB" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["99999999999PB", "1e400MB", "9223372036854775808B", "8192PiB"])
+def test_a_size_beyond_counting_is_refused_as_such(tmp_path: Path, text: str) -> None:
+    """It is too large, and not less than a byte; what is advised is taken."""
+    result = run(*SMALL, "--capacity", text, out=tmp_path / "out")
+    assert result.exit_code == 2
+    assert "more than any machine has. Give less than 8192PiB" in " ".join(result.output.split())
+    assert options.ByteSize().convert("8191PiB", None, None) == 8191 * 2**50
 
 
 @pytest.mark.parametrize(

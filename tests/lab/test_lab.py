@@ -1,12 +1,15 @@
 """The lab: what it runs, what it records, and that its checks can fail."""
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
+import psutil
 import pytest
 
 from helpers import Case, by_night, lab_settings
@@ -315,3 +318,16 @@ def test_settings_that_cannot_be_run_are_refused(
     monkeypatch.setattr(Scheme, "__init__", lambda *_, **__: pytest.fail("a scheme was started"))
     with pytest.raises(error, match=message):
         lab.run(settings(**changes))
+
+
+@pytest.mark.parametrize("changes", [{"batch": 3 * 10**12, "accumulate": 3}, {"ranks": 2**40, "batch": 3}], ids=str)
+def test_what_is_said_to_fit_fits(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    """Where rows are the reason fewer rows are advised, where ranks are fewer ranks; and what is advised is taken."""
+    free = 2 * 10**9
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    with pytest.raises(MemoryError, match="These would fit: ") as caught:
+        lab.validate(settings(**changes))
+    advised = re.findall(r"(\w+)=(\d+) \(", str(caught.value).partition("would fit: ")[2])
+    assert {name for name, _ in advised} == {"batch" if "accumulate" in changes else "ranks"}
+    for name, value in advised:
+        lab.validate(settings(**changes | {name: int(value)}))

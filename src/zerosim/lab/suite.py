@@ -93,15 +93,22 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
         raise ValueError(f"lab(sync): of one micro-batch it says nothing; got {settings.sync!r}. Accumulate several.")
     arguments.one_of("lab", "data", settings.data, DATA)
     model = model_of(settings)
+    ranks = settings.ranks
+    fewer = {f"ranks={n}": (settings, n) for n in sweep_ranks(ranks, settings.node)[-2::-1]}
+    for batch in _fewer_rows(settings):
+        fewer[f"batch={batch}"] = msgspec.structs.replace(settings, batch=batch), ranks
     arguments.check_memory(
-        f"lab(ranks={settings.ranks})",
-        _footprint(settings, rows, model, settings.ranks),
-        {
-            f"ranks={n}": _footprint(settings, rows, model, n)
-            for n in sweep_ranks(settings.ranks, settings.node)[-2::-1]
-        },
+        f"lab(ranks={ranks}, batch={settings.batch})",
+        _footprint(settings, rows, model, ranks),
+        {name: _footprint(asked, rows, model, n) for name, (asked, n) in fewer.items()},
     )
     next(batches_of(settings, 1, 1))
+
+
+def _fewer_rows(settings: Settings) -> list[int]:
+    """Smaller batches that can be cut into as many micro-batches, the largest first."""
+    most = settings.batch // settings.accumulate
+    return [settings.accumulate << power for power in reversed(range((most - 1).bit_length()))]
 
 
 def _footprint(settings: Settings, rows: Sequence[Stage], model: MLP, ranks: int) -> int:

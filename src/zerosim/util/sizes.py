@@ -25,9 +25,11 @@ def parse(text: str) -> int:
     factor = {name.lower(): factor for name, factor in UNITS.items()}.get(unit.lower())
     try:
         value = Decimal(number)
-        known = value.is_finite() and 0 < value < 2**63
+        known = value.is_finite() and value > 0
     except InvalidOperation:
         known = False
+    if known and value * (factor or 1) >= 2**63:
+        raise ValueError(f"{text!r} is more than any machine has. Give less than 8192PiB.")
     if known and not unit:
         raise ValueError(
             f"{text!r} has no unit: {number}GB is {_whole(value * 1000**3):,} bytes and {number}GiB is "
@@ -36,7 +38,7 @@ def parse(text: str) -> int:
     if unit.endswith("b") and unit != unit.lower():  # who writes all in small letters has not chosen a small b
         raise ValueError(f"{text!r} is in bits, of which a byte has eight. Give bytes, with a capital B, as in 80GB.")
     nbytes = _whole(value * factor) if known and factor else 0
-    if not 1 <= nbytes < 2**63:
+    if nbytes < 1:
         raise ValueError(
             f"{text!r} is not a size of at least one byte. Give a number and one of {', '.join(UNITS)}, as in 2MB."
         )
