@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,10 @@ class Alike:
         return self._objects[id(value)][1]
 
     def _object(self, value: Any) -> Hashable:
-        """A configuration is what it says, whichever copy it is; anything else is itself and no other."""
+        """A configuration is what it says, whichever copy it is, and a function with arguments filled in is what it
+        calls and with what; anything else is itself and no other."""
+        if type(value) is partial:
+            return partial, self._value(value.func), self._value(value.args), self._value(value.keywords)
         described = getattr(value, "to_dict", None)
         return (type(value), repr(described())) if callable(described) else id(value)
 
