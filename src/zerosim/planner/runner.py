@@ -169,11 +169,12 @@ class Runner:
         assert isinstance(found, StepRun), "only a card's capacity makes a run end"
         return found
 
-    def peak(self, row: Stage, ranks: int) -> Peak:
-        """The peak of a step that no card limits."""
-        found = self._run(row, ranks, None)
-        assert isinstance(found, StepRun), "only a card's capacity makes a run end"
-        return found.peak
+    def peak(self, row: Stage, ranks: int, most: int | None = None) -> Peak | None:
+        """The peak of a step that no card limits, or None if it is above ``most`` bytes."""
+        if self.question.host_memory is not None:  # a limit would be the host's as well
+            most = None
+        found = self._kept(row, ranks) or self._run(row, ranks, most)
+        return found.peak if isinstance(found, StepRun) and (most is None or found.peak.total <= most) else None
 
     def shortage(self, row: Stage, ranks: int, capacity: int) -> Shortage | None:
         """The allocation that a card of ``capacity`` bytes has no room for, or None where it has room for the step."""
@@ -191,8 +192,7 @@ class Runner:
 
         Where only memory is asked for, nothing is sent.
         """
-        asked = row, ranks, micro_batch or self.question.micro_batch
-        known = self._runs.get((*asked, True)) or (None if sends else self._runs.get((*asked, False)))
+        known = self._kept(row, ranks, micro_batch, sends=sends)
         if known is not None and (capacity is None or (known.peak.total <= capacity and not known.host_short)):
             return known
         try:
@@ -200,8 +200,13 @@ class Runner:
             scheme.step(self.prepare(row, micro_batch, ranks).batch)
         except OutOfMemory as error:
             return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
-        self._runs[*asked, sends] = found = self.ran(scheme)
+        self._runs[row, ranks, micro_batch or self.question.micro_batch, sends] = found = self.ran(scheme)
         return found
+
+    def _kept(self, row: Stage, ranks: int, micro_batch: int | None = None, *, sends: bool = False) -> StepRun | None:
+        """A step that was run before, with all that it sent if that is asked for."""
+        asked = row, ranks, micro_batch or self.question.micro_batch
+        return self._runs.get((*asked, True)) or (None if sends else self._runs.get((*asked, False)))
 
     def ran(self, scheme: Scheme) -> StepRun:
         """What a scheme's last step says."""

@@ -58,7 +58,7 @@ class Answers(TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if type(known) is _One:
             return _made(known.layout)
-        return tuple(map(_made, known))
+        return tuple(None if layout is None else _made(layout) for layout in known)
 
 
 class _One:
@@ -114,9 +114,7 @@ def _layouts(out: Any, given: tuple[Any, ...]) -> Any:
     return tuple(layouts) if several else _One(layouts[0]) if layouts[0] is not None else False
 
 
-def _made(layout: Layout | None) -> torch.Tensor | None:
+def _made(layout: Layout) -> torch.Tensor:
     """A tensor that lies so, in memory of its own."""
-    if layout is None:
-        return None
     size, strides, dtype = layout
     return torch.empty_strided(size, strides, dtype=dtype, device="meta")
