@@ -135,10 +135,10 @@ def build(
         if group.size == 0:
             raise ValueError(f"Scheme(model): {group.name} has no elements: nothing to shard. Leave it out.")
         padded = -(-PADDINGS[options.padding](group, cuts) // world_size) * world_size
-        whole = np.empty_like(initial, shape=(padded,))
-        whole[: group.size] = initial[start : start + group.size]
-        whole[group.size :] = 0
-        start += group.size
+        whole = initial[start : (start := start + group.size)]
+        if padded > group.size:
+            own, whole = whole, np.empty_like(initial, shape=(padded,))
+            whole[: group.size], whole[group.size :] = own, 0
         bucket = Bucket(group, padded, {}, {}, [0] * len(group.shapes))
         for band in options.states if group.role is Role.TRAINABLE else (Band.PARAMS,):
             length = padded // (owned := owners[band])[0][1]

@@ -11,7 +11,8 @@ from zerosim.counts import EventKind
 from zerosim.lab.data import batches
 from zerosim.model import MLP
 from zerosim.planner import conventions, largest_model, models, plan, question, search
-from zerosim.planner.runner import Runner, StepRun
+from zerosim.planner.runner import Runner
+from zerosim.planner.step_run import StepRun
 from zerosim.ranks import OutOfMemory
 from zerosim.records import plan as records
 from zerosim.records.plan import Plan
