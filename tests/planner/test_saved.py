@@ -47,7 +47,7 @@ def test_a_plan_says_what_is_written(row: Stage, precision: str, tmp_path: Path)
 def test_replicas_are_counted_once(row: Stage, tmp_path: Path) -> None:
     """Over two axes only the ranks of the first group write what all groups have."""
     dry = Scheme(row, MLP(WIDTHS), 6, ring=DryRing(6), options=row(MLP(WIDTHS), 6, node=2).options)
-    planned = step_run.step_run(dry, None, 2).saved
+    planned = step_run.saved(dry)
     assert (planned.total, planned.rank) == written(row(MLP(WIDTHS), 6, node=2), tmp_path)
 
 

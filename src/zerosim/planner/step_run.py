@@ -70,11 +70,11 @@ def step_run(scheme: Scheme, host_memory: int | None, node: int) -> StepRun:
         host=_host(report, host_memory, node),
         groups={layer.name: [group.name for group in layer.groups] for layer in scheme.layers},
         layers=scheme.layers,
-        saved=_saved(scheme),
+        saved=saved(scheme),
     )
 
 
-def _saved(scheme: Scheme) -> Saved:
+def saved(scheme: Scheme) -> Saved:
     """What a checkpoint of the states that are held takes: each piece once, of the lowest rank that has it."""
     total = rank = by_layer = 0
     for bucket in scheme.buckets:
