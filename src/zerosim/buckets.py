@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -53,7 +54,7 @@ class Bucket:
     def padding(self, rows: int) -> Counts:
         """Bytes of padding that each rank here holds: of every state, what is beyond the layer [R]."""
         held = np.zeros(rows, np.int64)
-        for band, pieces in self.pieces.items():
+        for band, pieces in self.pieces.items() if self.padded > self.size else ():
             length, itemsize = self.states[band].shape[1], self.states[band].dtype.itemsize
             held += np.clip((pieces + 1) * length - self.size, 0, length) * itemsize
         return held
@@ -63,9 +64,11 @@ def _to_multiples(group: Group, multiple: int) -> int:
     return -(-group.size // multiple) * multiple
 
 
-def _by_rows(group: Group, ranks: int) -> int:
-    shapes = (shape or (1,) for shape in group.shapes)  # a scalar is one row
-    return sum(-(-rows // ranks) * ranks * prod(rest) for rows, *rest in shapes)
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def _by_rows(shapes: tuple[tuple[int, ...], ...], ranks: int) -> int:
+    return sum(
+        -(-rows // ranks) * ranks * prod(rest) for rows, *rest in (shape or (1,) for shape in shapes)
+    )  # a scalar is one row
 
 
 # How many elements a group of parameters takes up on N ranks.
@@ -74,7 +77,7 @@ PADDINGS: Mapping[Padding, Callable[[Group, int], int]] = {
     "each": lambda group, ranks: sum(-(-prod(shape) // ranks) * ranks for shape in group.shapes),  # DeepSpeed's stage 3
     "2N": lambda group, ranks: _to_multiples(group, 2 * ranks),  # DeepSpeed's alignment for NCCL
     # FSDP2's: each parameter is cut along its first axis. What that adds lies at the end here, not in between.
-    "rows": _by_rows,
+    "rows": lambda group, ranks: _by_rows(group.shapes, ranks),
 }
 
 
@@ -121,6 +124,8 @@ def build(
     """
     initial, start = model.initial(), 0
     cuts = options.node if row.two_axes and options.node else world_size
+    n = world_size, options.node
+    owners = {band: [row.piece(band, rank, *n) for rank in ranks.ids] for band in (Band.PARAMS, *options.states)}
     for group in groups:
         if group.role is Role.BUFFER:
             buffer = ranks.hold(Band.BUFFERS, (group.size,), group.name, group.dtype)
@@ -130,14 +135,13 @@ def build(
         if group.size == 0:
             raise ValueError(f"Scheme(model): {group.name} has no elements: nothing to shard. Leave it out.")
         padded = -(-PADDINGS[options.padding](group, cuts) // world_size) * world_size
-        whole = np.empty_like(initial, shape=(padded,))
-        whole[: group.size] = initial[start : start + group.size]
-        whole[group.size :] = 0
-        start += group.size
+        whole = initial[start : (start := start + group.size)]
+        if padded > group.size:
+            own, whole = whole, np.empty_like(initial, shape=(padded,))
+            whole[: group.size], whole[group.size :] = own, 0
         bucket = Bucket(group, padded, {}, {}, [0] * len(group.shapes))
         for band in options.states if group.role is Role.TRAINABLE else (Band.PARAMS,):
-            owned = [row.piece(band, rank, world_size, options.node) for rank in ranks.ids]
-            length = padded // owned[0][1]
+            length = padded // (owned := owners[band])[0][1]
             place = Place.HOST if row.offloads(band) else Place.CARD
             bucket.states[band] = state = ranks.hold(band, (length,), group.name, group.dtype, place)
             bucket.pieces[band] = np.array([piece for piece, _ in owned])

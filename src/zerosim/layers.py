@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -43,7 +44,7 @@ class Group:
     stands_for: int | None = None
     parts: tuple[Group, ...] = ()  # the groups that are joined in it, if there are any
 
-    @property
+    @cached_property
     def size(self) -> int:
         """P, the logical number of elements."""
         return sum(prod(shape) for shape in self.shapes)

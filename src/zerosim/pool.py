@@ -39,7 +39,7 @@ class Pool:
         """An array; each call's is one of its own, also where its memory was used before."""
         if self._exact:
             alike = self._alike.get((shape, dtype))
-            return (alike.pop() if alike else self._empty(shape, dtype)).view()
+            return alike.pop().view() if alike else self._empty(shape, dtype)
         need = dtype.itemsize
         for side in shape:
             need *= side

@@ -13,7 +13,8 @@ from zerosim.options import Options
 from zerosim.planner import deepspeed, job_config, models, recipes
 from zerosim.planner.fsdp2 import Library
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
-from zerosim.planner.runner import Runner, StepRun
+from zerosim.planner.runner import Runner
+from zerosim.planner.step_run import StepRun
 from zerosim.records.question import Question, ZeroConfig
 from zerosim.schemes import Scheme, ZeRO2, ZeRO3
 from zerosim.stages import HPZ, HSDP, Infinity, Offload2, ZeRO3Kept

@@ -10,7 +10,8 @@ import pytest
 
 from zerosim.planner import models
 from zerosim.planner.megatron import TYPES
-from zerosim.planner.runner import Runner, StepRun
+from zerosim.planner.runner import Runner
+from zerosim.planner.step_run import StepRun
 from zerosim.records.question import Finetuning, Question
 from zerosim.schemes import DP, ZeRO1
 from zerosim.worlds.shapes import ModelShapes, ShapeModel

@@ -11,7 +11,8 @@ from zerosim.counts import EventKind
 from zerosim.lab.data import batches
 from zerosim.model import MLP
 from zerosim.planner import conventions, largest_model, models, plan, question, search
-from zerosim.planner.runner import Runner, StepRun
+from zerosim.planner.runner import Runner
+from zerosim.planner.step_run import StepRun
 from zerosim.ranks import OutOfMemory
 from zerosim.records import plan as records
 from zerosim.records.plan import Plan
@@ -241,6 +242,37 @@ def test_where_no_band_is_the_whole_cause_none_is_called_so() -> None:
     [odd] = found.surprises
     assert odd.band_more < odd.more
     assert any("what grew most is master" in line for line in verdict.reasons(found))
+
+
+@pytest.mark.parametrize("convention", ["zero", "deepspeed", "fsdp2", "megatron"])
+def test_what_cards_hold_together_is_no_less_than_one_alone(convention: str) -> None:
+    """Under every convention and row, at rest: so that many cards are known to be too few without being tried."""
+    rules = conventions.convention(convention)
+    runner = Runner(models.read("11,13,17,13,11"), ask(convention=convention, network=Network(node=3)))
+    for row in [*rules.rows(), *([HSDP, HPZ, ZeRO3Kept] if convention == "fsdp2" else [])]:
+        for ranks in (1, 2, 3, 6, 12):
+            if row.two_axes and ranks % 3:
+                continue
+            rest = runner.start(row, ranks, sends=False).ledger.total
+            assert runner.holds_states(row, ranks, rest)
+            assert not runner.holds_states(row, ranks, rest - 1)
+            assert not runner._too_few(row, ranks, rest)
+        assert runner._too_few(row, 4, (runner._alone[row] - 1) // 4)
+
+
+@pytest.mark.parametrize("convention", ["zero", "deepspeed"])
+def test_the_least_peak_is_that_of_all_runs_to_their_ends(convention: str) -> None:
+    """Runs that are cut short at the least so far, and those not made, need more: row, N and peak are those of all."""
+    found = made(convention=convention, memory=1000)
+    assert found.no_fit is not None
+    runner, rows = Runner(models.read(TEXT), found.question), found.question.rows
+    peaks = {
+        (runner._run(row, ranks, None).peak.total, -place, ranks): row  # type: ignore[union-attr]
+        for place, row in enumerate(rows)
+        for ranks in ([*range(1, 17), plan.MOST_RANKS] if row.optimizer else [1])
+    }
+    least = min(peaks)
+    assert (found.no_fit.peak.total, found.no_fit.ranks, found.no_fit.row) == (least[0], least[2], peaks[least])
 
 
 def test_the_smallest_card_is_that_of_the_stage_that_needs_least() -> None:

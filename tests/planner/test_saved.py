@@ -8,7 +8,7 @@ from zerosim.checkpoints import files
 from zerosim.checkpoints.consolidate import consolidate
 from zerosim.checkpoints.save import save
 from zerosim.model import MLP
-from zerosim.planner import models, question, runner
+from zerosim.planner import models, question, step_run
 from zerosim.planner.runner import Runner
 from zerosim.records.question import Question
 from zerosim.report import plan_verdict as verdict
@@ -47,7 +47,7 @@ def test_a_plan_says_what_is_written(row: Stage, precision: str, tmp_path: Path)
 def test_replicas_are_counted_once(row: Stage, tmp_path: Path) -> None:
     """Over two axes only the ranks of the first group write what all groups have."""
     dry = Scheme(row, MLP(WIDTHS), 6, ring=DryRing(6), options=row(MLP(WIDTHS), 6, node=2).options)
-    planned = runner._saved(dry)
+    planned = step_run.saved(dry)
     assert (planned.total, planned.rank) == written(row(MLP(WIDTHS), 6, node=2), tmp_path)
 
 

@@ -1,5 +1,6 @@
 """Torch modules measured without values: what each layer keeps, gives and costs."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,6 +119,40 @@ def test_equal_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert len(runs) == 1 + 2 + 1  # the first layer, either kind, and the loss
     assert [nbytes(unit.saved) for unit in shapes.units[1:]] == [0, 0, ROWS * 5 * 4, 0, ROWS * 5 * 4]
+
+
+def test_layers_are_alike_whatever_number_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a function of their own that has arguments filled in, called with their number, are run once; one
+    whose function has another argument, or that is called with another size, is run too."""
+
+    class Told(nn.Module):  # type: ignore[misc]
+        def __init__(self, approximate: str) -> None:
+            super().__init__()
+            self.layer, self.act = nn.Linear(5, 5), partial(functional.gelu, approximate=approximate)
+
+        def forward(self, x: Any, layer_idx: int, times: int) -> Any:
+            assert layer_idx >= 0
+            return self.act(self.layer(x).repeat(times, 1)).sum(0, keepdim=True).expand_as(x)
+
+    class Telling(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Told(kind) for kind in ("tanh", "tanh", "tanh", "none", "tanh"))
+
+        def forward(self, x: Any) -> Any:
+            for index, layer in enumerate(self.layers):
+                x = layer(x, index, 2 if index == 4 else 3)
+            return x
+
+    ran, once = [], meta_run.Run._measured
+
+    def counted(run: Any, unit: Any, *args: Any) -> Any:
+        ran.append(unit.name)
+        return once(run, unit, *args)
+
+    monkeypatch.setattr(meta_run.Run, "_measured", counted)
+    measure(Telling(), torch.zeros(ROWS, 5), Told, compute="fp32", loss=squared, target=torch.zeros(ROWS, 5))
+    assert ran == ["layers.0", "layers.1", "layers.3", "layers.4"]  # the first one's input needs no gradient
 
 
 class Rotating(nn.Module):  # type: ignore[misc]

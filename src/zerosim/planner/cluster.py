@@ -14,7 +14,7 @@ from zerosim.bands import WIRES, DType
 from zerosim.layers import Layer, Role
 from zerosim.options import Options
 from zerosim.planner.cards import ASSUMED, Card, card
-from zerosim.planner.runner import StepRun
+from zerosim.planner.step_run import StepRun
 from zerosim.planner.step_time import Limit, Operation, Ring, Sent, Speeds, bound, duration, operations, queues
 from zerosim.planner.time_model import fitted
 from zerosim.records.plan import Cluster, StepEstimate, Time

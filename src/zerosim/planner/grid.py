@@ -19,7 +19,8 @@ from zerosim.planner import cluster as hardware
 from zerosim.planner.model_source import ModelSource
 from zerosim.planner.plan import cell, possible
 from zerosim.planner.question import MOST_RANKS, node_size
-from zerosim.planner.runner import Runner, StepRun
+from zerosim.planner.runner import Runner
+from zerosim.planner.step_run import StepRun
 from zerosim.records.plan import Plan
 from zerosim.records.plan_grid import Axes, Grid, GridCell, Logs
 from zerosim.records.question import Question

@@ -10,8 +10,6 @@ import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import pairwise
-from typing import Literal
 
 import msgspec
 
@@ -26,6 +24,7 @@ from zerosim.planner.model_source import ModelSource, too_large
 from zerosim.planner.question import beyond, node_size
 from zerosim.planner.recipes import RECIPES
 from zerosim.planner.runner import Runner
+from zerosim.planner.surprises import surprises
 from zerosim.records.plan import (
     SCHEMA,
     Cell,
@@ -34,13 +33,14 @@ from zerosim.records.plan import (
     LargestBatch,
     ModelRecord,
     NoFit,
+    Peak,
     Plan,
     SmallestRanks,
-    Surprise,
     Unit,
 )
 from zerosim.records.question import Question
 from zerosim.stages import Stage
+from zerosim.util.garbage import left_lying
 
 IN_BACKWARD = "each unit is updated in the backward pass, as soon as its gradients are there, which are then freed"
 MOST_RANKS = 4096  # a smallest N is searched for up to here
@@ -54,6 +54,7 @@ def work(question: Question) -> int:
     return 1 + len(question.rows) * len(question.gpus) + len(question.others) * len(question.asked) + searches
 
 
+@left_lying()
 def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
     """Run everything that answers the question. ValueError, with what would work, where it cannot be run."""
     model = _model(Runner(source, question))
@@ -104,7 +105,7 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
         smallest=smallest,
         largest=largest,
         no_fit=no_fit,
-        surprises=_surprises(cells),
+        surprises=surprises(cells),
         estimates=_estimates(runner, model, cells, question),
         largest_models=None,
         why=list(runner.convention.why),
@@ -233,65 +234,35 @@ def _no_fit(runner: Runner, limit: int, memory: int) -> NoFit:
 
     It need not be the row that shards most: it may hold more beside, as buckets and gathered layers.
     """
-    runs = []
+    least: tuple[tuple[int, int, int], Stage, Peak] | None = None
     for place, row in enumerate(runner.question.rows):
         most = limit if row.optimizer else 1
         powers = {1 << power for power in range(most.bit_length())}
-        for ranks in powers | {*range(1, min(search.EVERY, most) + 1), most}:
-            peak = runner.peak(row, ranks)
-            runs.append((peak.total, -place, ranks, row, peak))
-    _, _, ranks, row, peak = min(runs, key=lambda run: run[:3])
+        # The most ranks first: what holds more than the least so far ends there.
+        for ranks in sorted(powers | {*range(1, min(search.EVERY, most) + 1), most}, reverse=True):
+            peak = runner.peak(row, ranks, None if least is None else least[0][0])
+            if peak is not None and (least is None or (peak.total, -place, ranks) < least[0]):
+                least = (peak.total, -place, ranks), row, peak
+    assert least is not None, "the first was run without a limit"
+    (_, _, ranks), row, peak = least
     shortage = runner.shortage(row, ranks, memory)
     assert shortage is not None, "the search has found that it does not fit"
     return NoFit(row=row, ranks=ranks, peak=peak, shortage=shortage)
 
 
-def _surprises(cells: list[Cell]) -> list[Surprise]:
-    """Where a row takes more than the one before it, or at rest more GPUs more than fewer, and the band to blame."""
-    found: list[Surprise] = []
-    for ranks in dict.fromkeys(cell.ranks for cell in cells):
-        for lower, higher in pairwise(cell for cell in cells if cell.ranks == ranks):
-            found += _more("at rest", lower, lower.resident, higher, higher.resident)
-            found += _more("peak", lower, lower.peak.by_band, higher, higher.peak.by_band)
-    for row in dict.fromkeys(cell.row for cell in cells):
-        for fewer, more in pairwise(cell for cell in cells if cell.row == row):
-            found += _more("at rest", fewer, fewer.resident, more, more.resident)
-    return found
-
-
-def _more(
-    quantity: Literal["at rest", "peak"], one: Cell, before: dict[str, int], other: Cell, after: dict[str, int]
-) -> list[Surprise]:
-    more = sum(after.values()) - sum(before.values())
-    if more <= 0 or (one.row == other.row and 100 * more < sum(before.values())):
-        return []  # a little padding more or less with every N is nothing odd
-    grown = {band: after[band] - before.get(band, 0) for band in after}
-    band = max(grown, key=grown.__getitem__)
-    return [
-        Surprise(
-            lower=f"{one.name} on {one.ranks:,}",
-            higher=f"{other.name} on {other.ranks:,}",
-            quantity=quantity,
-            more=more,
-            band=band,
-            band_more=grown[band],
-        )
-    ]
-
-
 def _estimates(runner: Runner, model: ModelRecord, cells: list[Cell], question: Question) -> list[Estimate]:
     """What the well-known formulas say, beside what our ledger has at rest."""
     found, unit = [], max(unit.params for unit in model.units)
-    for cell in (cell for cell in cells if cell.ranks in question.asked):
-        node, layer = runner.node(cell.ranks), runner.prepare(cell.row).largest_module or unit
-        facts = Facts(model.params, cell.ranks, cell.row, largest_layer=layer, largest_unit=unit, node=node)
-        there = {} if cell.host is None else {band: node * nbytes for band, nbytes in cell.host.resident.items()}
-        card = {band: nbytes for band, nbytes in cell.resident.items() if band != Band.BUFFERS}
+    for asked in (each for each in cells if each.ranks in question.asked):
+        node, layer = runner.node(asked.ranks), runner.prepare(asked.row).largest_module or unit
+        facts = Facts(model.params, asked.ranks, asked.row, largest_layer=layer, largest_unit=unit, node=node)
+        there = {} if asked.host is None else {band: node * nbytes for band, nbytes in asked.host.resident.items()}
+        card = {band: nbytes for band, nbytes in asked.resident.items() if band != Band.BUFFERS}
         for each in estimates(facts):
             held = there if each.quantity == "on the host" else card
             found.append(
                 Estimate(
-                    name=each.name, row=cell.row, ranks=cell.ranks, formula=each.formula, nbytes=each.nbytes,
+                    name=each.name, row=asked.row, ranks=asked.ranks, formula=each.formula, nbytes=each.nbytes,
                     ours=sum(held.values()), quantity=each.quantity, beside=each.beside(held), why=each.why,
                     source=each.source,
                 )

@@ -1,56 +1,28 @@
-"""One step of one row on N ranks, run on shapes, and what its ledger says.
+"""One step of one row on N ranks, run on shapes.
 
-Owns the way from a question to a run: the options that a row runs with, and the records that are
-made of its ledger. No number here is worked out: each was held, sent or computed by the schedule.
-A run is kept and answers every later question that it can. Must not know how questions are
-searched or shown.
+Owns the way from a question to a run: the options that a row runs with, and which runs need not be made. A run is kept
+and answers every later question that it can. Must not know how questions are searched or shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from zerosim.bands import FP32, MODEL_STATES, NOT_SAVED, Band, DType
+from zerosim.bands import FP32, MODEL_STATES, Band, DType
 from zerosim.comm import Comm
-from zerosim.counts import EventKind, Report
-from zerosim.layers import Layer
 from zerosim.options import Options
 from zerosim.planner import recipes
 from zerosim.planner.conventions import Convention, convention
 from zerosim.planner.model_source import ModelSource, Prepared, Workload
 from zerosim.planner.question import node_size
+from zerosim.planner.step_run import StepRun, plain, step_run
 from zerosim.planner.unsent import unsent
 from zerosim.ranks import OutOfMemory
-from zerosim.records.files import CHUNK
-from zerosim.records.plan import Host, Peak, Saved, Shortage, Traffic
+from zerosim.records.plan import Peak, Shortage
 from zerosim.records.question import Question
 from zerosim.schemes import Scheme, Stage
 from zerosim.worlds.dry import DryRing
-
-UNITS_NAMED = 5  # of a peak
-
-
-@dataclass(frozen=True)
-class StepRun:
-    """A step that a card had room for, or that no card limited."""
-
-    resident: dict[str, int]
-    peak: Peak
-    traffic: list[Traffic]
-    flops: dict[str, int]
-    report: Report
-    host: Host | None
-    groups: dict[str, list[str]]
-    """The groups of parameters that each unit reads."""
-    layers: Sequence[Layer]
-    saved: Saved
-
-    @property
-    def host_short(self) -> bool:
-        """Whether the host of a node has no room for it."""
-        return self.host is not None and self.host.short
 
 
 class Runner:
@@ -63,7 +35,7 @@ class Runner:
         self.source = self.convention.source(source, question.attention)
         self._prepared: dict[tuple[Workload, int], Prepared] = {}
         self._runs: dict[tuple[Stage, int, int, bool], StepRun] = {}
-        self._states: dict[tuple[Stage, int], int] = {}
+        self._alone: dict[Stage, int] = {}  # what one card would have of a row's states
 
     def precision(self, row: Stage) -> str:
         """The name of the recipe that a row runs with: what was asked for, or the convention's."""
@@ -169,11 +141,14 @@ class Runner:
         assert isinstance(found, StepRun), "only a card's capacity makes a run end"
         return found
 
-    def peak(self, row: Stage, ranks: int) -> Peak:
-        """The peak of a step that no card limits."""
-        found = self._run(row, ranks, None)
-        assert isinstance(found, StepRun), "only a card's capacity makes a run end"
-        return found.peak
+    def peak(self, row: Stage, ranks: int, most: int | None = None) -> Peak | None:
+        """The peak of a step that no card limits, or None if it is above ``most`` bytes."""
+        if self.question.host_memory is not None:  # a limit would be the host's as well
+            most = None
+        if most is not None and self._too_few(row, ranks, most):
+            return None
+        found = self._kept(row, ranks) or self._run(row, ranks, most)
+        return found.peak if isinstance(found, StepRun) and (most is None or found.peak.total <= most) else None
 
     def shortage(self, row: Stage, ranks: int, capacity: int) -> Shortage | None:
         """The allocation that a card of ``capacity`` bytes has no room for, or None where it has room for the step."""
@@ -191,104 +166,38 @@ class Runner:
 
         Where only memory is asked for, nothing is sent.
         """
-        asked = row, ranks, micro_batch or self.question.micro_batch
-        known = self._runs.get((*asked, True)) or (None if sends else self._runs.get((*asked, False)))
+        known = self._kept(row, ranks, micro_batch, sends=sends)
         if known is not None and (capacity is None or (known.peak.total <= capacity and not known.host_short)):
             return known
         try:
             scheme = self.start(row, ranks, capacity, micro_batch, sends=sends)
             scheme.step(self.prepare(row, micro_batch, ranks).batch)
         except OutOfMemory as error:
-            return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=_plain(error.held))
-        self._runs[*asked, sends] = found = self.ran(scheme)
+            return Shortage(band=str(error.band), unit=error.unit, asked=error.asked, held=plain(error.held))
+        self._runs[row, ranks, micro_batch or self.question.micro_batch, sends] = found = self.ran(scheme)
         return found
+
+    def _kept(self, row: Stage, ranks: int, micro_batch: int | None = None, *, sends: bool = False) -> StepRun | None:
+        """A step that was run before, with all that it sent if that is asked for."""
+        asked = row, ranks, micro_batch or self.question.micro_batch
+        return self._runs.get((*asked, True)) or (None if sends else self._runs.get((*asked, False)))
 
     def ran(self, scheme: Scheme) -> StepRun:
         """What a scheme's last step says."""
-        return _step_run(scheme, self.question.host_memory, self.node(scheme.ring.size))
+        return step_run(scheme, self.question.host_memory, self.node(scheme.ring.size))
 
     def holds_states(self, row: Stage, ranks: int, capacity: int) -> bool:
         """Whether a card has room for the model states, with nothing trained."""
+        if self._too_few(row, ranks, capacity):
+            return False
         try:
             self.start(row, ranks, capacity, sends=False)
         except OutOfMemory:
             return False
         return True
 
-
-def _host(report: Report, memory: int | None, node: int) -> Host | None:
-    """What a rank has of the host, if anything."""
-    if not report.host_peak.total:
-        return None
-    room = None if memory is None else memory - node * report.host_peak.total
-    return Host(
-        resident=_plain(report.host), peak=report.host_peak.total, copied=sum(report.copies.values()), room=room
-    )
-
-
-def _step_run(scheme: Scheme, host_memory: int | None, node: int) -> StepRun:
-    report = scheme.reports[-1]
-    return StepRun(
-        resident=_plain(report.resident),
-        peak=_peak(report),
-        traffic=[
-            Traffic(
-                collective=collective,
-                band=str(band),
-                sent=int(traffic.sent.max(initial=0)),
-                messages=traffic.messages,
-                between=traffic.node_outside,
-            )
-            for (collective, band), traffic in report.traffic.items()
-            if traffic.messages
-        ],
-        flops={str(phase): count for phase, count in report.flops.items() if count},
-        report=report,
-        host=_host(report, host_memory, node),
-        groups={layer.name: [group.name for group in layer.groups] for layer in scheme.layers},
-        layers=scheme.layers,
-        saved=_saved(scheme),
-    )
-
-
-def _saved(scheme: Scheme) -> Saved:
-    """What a checkpoint of the states that are held takes: each piece once, of the lowest rank that has it."""
-    total = rank = by_layer = 0
-    for bucket in scheme.buckets:
-        for band, state in bucket.states.items():
-            own = state.nbytes // len(state)
-            if band not in NOT_SAVED:
-                rank += own
-                total += own * (scheme.ring.size if band is Band.BUFFERS else bucket.padded // state.shape[1])
-        if (kept := bucket.states.get(Band.MASTER, bucket.states.get(Band.PARAMS))) is not None:
-            by_layer = max(by_layer, FP32.itemsize * bucket.padded + min(CHUNK, kept.nbytes // len(kept)))
-    if scales := scheme.ledger.held.get(Band.SCALES, 0):  # of moments, and sharded as they are
-        rank += scales
-        total += scales * scheme.shard.piece(Band.EXP_AVG, 0, scheme.ring.size, scheme.options.node)[1]
-    return Saved(total=total, rank=rank, whole=FP32.itemsize * scheme.model.n_params, by_layer=by_layer)
-
-
-def _peak(report: Report) -> Peak:
-    """The peak, and the units that held the most of what comes and goes then, from the log of holds and frees."""
-    held: dict[str, int] = {}
-    at_peak: dict[str, int] = {}
-    for event in report.events:
-        if event.kind in (EventKind.HOLD, EventKind.FREE):
-            change = event.nbytes if event.kind is EventKind.HOLD else -event.nbytes
-            held[event.unit] = held.get(event.unit, 0) + change
-            if event.held == report.peak.total:
-                at_peak = {unit: nbytes for unit, nbytes in held.items() if nbytes > 0}
-                break
-    most = sorted(at_peak, key=at_peak.__getitem__, reverse=True)[:UNITS_NAMED]
-    return Peak(
-        total=report.peak.total,
-        by_band=_plain(report.peak.by_band),
-        unit=report.peak.unit,
-        phase=str(report.peak.phase),
-        by_unit={unit: at_peak[unit] for unit in most},
-    )
-
-
-def _plain(bands: dict[str, int]) -> dict[str, int]:
-    """By the names of the bands, in the order in which they are listed everywhere."""
-    return {str(band): int(bands[band]) for band in Band if bands.get(band)}
+    def _too_few(self, row: Stage, ranks: int, capacity: int) -> bool:
+        """Whether so many cards hold less together than the states of one alone: shards add up to no less than that."""
+        if row not in self._alone:
+            self._alone[row] = self.start(row, 1, sends=False).ledger.total
+        return ranks * capacity < self._alone[row]

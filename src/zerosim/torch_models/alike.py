@@ -11,13 +11,17 @@ floating-point attributes other than zero (rates of dropout, scales).
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache, partial
+from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-_NUMBER = re.compile(r"_?(layer|block)?_?(idx|index|id|number|num)")
+_NUMBER = re.compile(r"_?(layer|block)?_?(idx|index|id|number|num)")  # an attribute of a layer's
+_GIVEN_NUMBER = re.compile(r"(layer|block)_?(idx|index|id|number|num)")  # what it is called with
 _OWN = frozenset(vars(torch.nn.Module())) | {
     "forward"
 }  # torch's own, and what stands in a unit's place while it is run
@@ -34,7 +38,10 @@ class Alike:
 
     def key(self, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
         """What a call of ``module`` is alike to: calls with equal keys."""
-        leaves, tree = tree_flatten((args, dict(kwargs)))
+        named = [*zip_longest(_parameters(type(module).forward)[: len(args)], args, fillvalue=""), *kwargs.items()]
+        leaves, tree = tree_flatten(
+            [(name, None if _is_number(_GIVEN_NUMBER, name, value) else value) for name, value in named]
+        )
         order: dict[int, int] = {}
         parts = tuple(
             (order.setdefault(id(leaf), len(order)), *_tensor(leaf))
@@ -53,7 +60,7 @@ class Alike:
                 tuple(
                     (name, self._value(value))
                     for name, value in vars(module).items()
-                    if name not in _OWN and not (isinstance(value, int) and _NUMBER.fullmatch(name))
+                    if name not in _OWN and not _is_number(_NUMBER, name, value)
                 ),
                 tuple((name, self._module(each)) for name, each in module._modules.items() if each is not None),
             )
@@ -78,9 +85,23 @@ class Alike:
         return self._objects[id(value)][1]
 
     def _object(self, value: Any) -> Hashable:
-        """A configuration is what it says, whichever copy it is; anything else is itself and no other."""
+        """A configuration is what it says, whichever copy it is, and a function with arguments filled in is what it
+        calls and with what; anything else is itself and no other."""
+        if type(value) is partial:
+            return partial, self._value(value.func), self._value(value.args), self._value(value.keywords)
         described = getattr(value, "to_dict", None)
         return (type(value), repr(described())) if callable(described) else id(value)
+
+
+def _is_number(names: re.Pattern[str], name: str, value: Any) -> bool:
+    """Whether this is which of the layers one is."""
+    return isinstance(value, int) and names.fullmatch(name) is not None
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """What the positional arguments of a class's forward are called."""
+    return tuple(signature(forward).parameters)[1:]
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:

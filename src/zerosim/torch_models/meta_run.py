@@ -17,6 +17,7 @@ from zerosim.torch_models.alike import Alike
 from zerosim.torch_models.costs import Cost, cost_of, elements, shape_of
 from zerosim.torch_models.intercept import intercepted, origins
 from zerosim.torch_models.losses import Loss
+from zerosim.torch_models.meta_answers import Answers
 from zerosim.torch_models.op_counters import Flops, Fused, Watch
 from zerosim.torch_models.saved_tensors import SavedTensors, is_dense
 from zerosim.torch_models.trees import map_tensors, tensors
@@ -57,7 +58,7 @@ class Run:
         self._known: dict[Any, tuple[Cost, set[str]]] = {}
         self._alike, self._seen = Alike(), dict[Any, tuple[Cost, set[str], Any, set[str | int]]]()
         self._producers: dict[int, int] = {}  # the call that gave an output, by the output's id
-        self._flops, self._outside = Flops(), 0
+        self._answers, self._flops, self._outside = Answers(), Flops(), 0
         self._flops.read = self._read
         self._outputs: dict[int, tuple[int, int]] = {}  # whose output a storage is: the call, and which of its
         self._last_read: dict[tuple[int, int], int] = {}  # the last call that reads it; the loss comes after all
@@ -71,7 +72,7 @@ class Run:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module returns for these inputs."""
         with ExitStack() as stack:
-            for context in (*_settings(), self._flops):
+            for context in (*_settings(), self._answers, self._flops):
                 stack.enter_context(context)
             stack.enter_context(intercepted(self._module, self._units, self._call))
             with self._saved.recording():
@@ -101,7 +102,7 @@ class Run:
         for tensor in found:
             self._read(tensor)
         with ExitStack() as stack:
-            for context in _settings():
+            for context in (*_settings(), self._answers):
                 stack.enter_context(context)
             watch = stack.enter_context(Watch([*there.values(), *self._owned()]))
             record = SavedTensors(there, hold=True)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from zerosim.torch_models.trees import tensors
+from zerosim.torch_models.trees import operands
 
 _aten: Any = torch.ops.aten
 _FUSED_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -112,7 +112,7 @@ class Flops(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.read is not None:
-            for tensor in tensors((args, kwargs)):
+            for tensor in operands((*args, *kwargs.values())):
                 self.read(tensor)
         out = func(*args, **kwargs)
         if (rule := _RULES.get(func._overloadpacket)) is not None:
@@ -151,12 +151,11 @@ class Watch(Flops):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.total
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        made = [out] if isinstance(out, torch.Tensor) else tensors(out)
+        made = operands((out,))
+        given = operands((*args, *(kwargs or {}).values()))
         for tensor in made:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known and not any(
-                storage is given.untyped_storage() for given in tensors((args, kwargs))
-            ):
+            if storage._cdata not in self._known and not any(storage is each.untyped_storage() for each in given):
                 self._follow(tensor, storage.nbytes())
         self.operations.append((func, *((tensor.shape, tensor.dtype) for tensor in made)))
         if self.selective and self._chooses(func):

@@ -5,7 +5,7 @@ Owns how a caller's inputs become arguments. Must not know modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,17 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested arguments or outputs, in order."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def operands(given: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that an operation is given, or gives: nested in lists and tuples at most, so this is quick."""
+    found: list[torch.Tensor] = []
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += operands(each)
+    return found
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

@@ -84,12 +84,19 @@ class DryArray(np.lib.mixins.NDArrayOperatorsMixin):
     # -- views
 
     def _viewed(self, shape: Shape, strides: Shape, dtype: Any = None) -> DryArray:
-        return DryArray(shape, dtype or self.dtype, strides, writeable=self.writeable)
+        """Of a shape that is known to be sound, so that nothing is looked at again: most arrays are views."""
+        view = DryArray.__new__(DryArray)
+        view.shape, view.strides, view.writeable, view._frozen = shape, strides, self.writeable, None
+        view.dtype = kind = self.dtype if dtype is None else np.dtype(dtype)
+        view.described = shape, kind
+        view.nbytes = self.nbytes if shape is self.shape else prod(shape) * kind.itemsize
+        return view
 
     def frozen(self) -> DryArray:
         """A view of all of it that cannot be written: the same one at every call."""
         if self._frozen is None:
-            self._frozen = DryArray(self.shape, self.dtype, self.strides, writeable=False)
+            self._frozen = self._viewed(self.shape, self.strides)
+            self._frozen.writeable = False
         return self._frozen
 
     def __len__(self) -> int:
@@ -109,8 +116,8 @@ class DryArray(np.lib.mixins.NDArrayOperatorsMixin):
         target = self[key]
         if not target.writeable:
             raise ValueError("Assignment destination is read-only.")
-        given = value.shape if type(value) is DryArray else np.shape(value)
-        if given != target.shape:
+        given = value.shape if type(value) is DryArray else () if type(value) is int else np.shape(value)
+        if given and given != target.shape:  # one number goes anywhere
             rules.assigned(given, target.shape)
 
     def view(self, dtype: Any = None) -> DryArray:

@@ -28,6 +28,9 @@ def contiguous(shape: Shape, itemsize: int) -> Shape:
 
 def indexed(shape: Shape, strides: Shape, key: tuple[Any, ...]) -> tuple[Shape, Shape]:
     """The shape and strides of what basic indexing selects."""
+    if len(key) == 1 and shape and type(key[0]) is slice:  # what most ask for
+        chosen = range(*key[0].indices(shape[0]))
+        return (len(chosen), *shape[1:]), (strides[0] * chosen.step, *strides[1:])
     sides: list[int] = []
     steps: list[int] = []
     at = 0  # the next axis

@@ -174,6 +174,7 @@ class ShapeModel:
         self.shapes, self._temporaries, self._frees = shapes, temporaries, frees
         _check(shapes)
         groups = [each.group() for each in shapes.groups]
+        self._elements = sum(group.size for group in groups if group.role is not Role.BUFFER)
         self._x, self._target = _Batch(shapes.inputs), _Batch([shapes.target, *shapes.more_targets])
         self.layers: list[Layer] = []
         for index, unit in enumerate(shapes.units):
@@ -189,7 +190,7 @@ class ShapeModel:
 
     def initial(self) -> Any:
         """The initial parameters, as many as all groups have elements, fp32, without values."""
-        return DryArray((sum(group.size for group in self.shapes.groups if group.role is not Role.BUFFER),), np.float32)
+        return DryArray((self._elements,), np.float32)
 
     def buffer(self, group: Group) -> Any:
         """A group of buffers [its size], without values."""
