@@ -415,5 +415,5 @@ def test_padding_is_neither_read_nor_written(case: str, dtype: Any) -> None:
 @pytest.mark.usefixtures("as_users_call_it")
 def test_a_seed_that_does_not_fix_the_weights_is_refused(seed: Any) -> None:
     """A seed is an integer of 0 or more: with anything else two schemes could start from different weights."""
-    with pytest.raises(ValueError, match=r"MLP\(seed\): needs an integer of 0 or more"):
+    with pytest.raises((TypeError, ValueError), match=r"MLP\(seed\): seed must be an integer of 0 or more"):
         MLP((3, 2), seed=seed)

@@ -66,9 +66,7 @@ def _to_multiples(group: Group, multiple: int) -> int:
 
 @lru_cache(maxsize=4096)  # the layers of a model are alike
 def _by_rows(shapes: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    return sum(
-        -(-rows // ranks) * ranks * prod(rest) for rows, *rest in (shape or (1,) for shape in shapes)
-    )  # a scalar is one row
+    return sum(-(-(shape or (1,))[0] // ranks) * ranks * prod(shape[1:]) for shape in shapes)  # a scalar is one row
 
 
 # How many elements a group of parameters takes up on N ranks.
@@ -124,8 +122,10 @@ def build(
     """
     initial, start = model.initial(), 0
     cuts = options.node if row.two_axes and options.node else world_size
-    n = world_size, options.node
-    owners = {band: [row.piece(band, rank, *n) for rank in ranks.ids] for band in (Band.PARAMS, *options.states)}
+    owned = {
+        band: [row.piece(band, rank, world_size, options.node) for rank in ranks.ids]
+        for band in (Band.PARAMS, *options.states)
+    }
     for group in groups:
         if group.role is Role.BUFFER:
             buffer = ranks.hold(Band.BUFFERS, (group.size,), group.name, group.dtype)
@@ -141,12 +141,12 @@ def build(
             whole[: group.size], whole[group.size :] = own, 0
         bucket = Bucket(group, padded, {}, {}, [0] * len(group.shapes))
         for band in options.states if group.role is Role.TRAINABLE else (Band.PARAMS,):
-            length = padded // (owned := owners[band])[0][1]
+            length = padded // owned[band][0][1]
             place = Place.HOST if row.offloads(band) else Place.CARD
             bucket.states[band] = state = ranks.hold(band, (length,), group.name, group.dtype, place)
-            bucket.pieces[band] = np.array([piece for piece, _ in owned])
+            bucket.pieces[band] = np.array([piece for piece, _ in owned[band]])
             if band in COPIES:
-                for mine, (piece, _) in zip(state, owned, strict=True):
+                for mine, (piece, _) in zip(state, owned[band], strict=True):
                     convert(whole[piece * length : (piece + 1) * length], mine)
             else:
                 state[...] = 0

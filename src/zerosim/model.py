@@ -17,7 +17,7 @@ import numpy as np
 from zerosim.bands import FP32, Array
 from zerosim.layers import Chain, Group, Pass
 from zerosim.ranks import Workspace
-from zerosim.util.arguments import check_batch
+from zerosim.util.arguments import check_batch, integer
 from zerosim.util.shapes import Float
 
 _REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
@@ -132,18 +132,14 @@ class MLP(Chain):
     """
 
     def __init__(self, widths: Sequence[int] = (64, 128, 128, 64), seed: int = 0) -> None:
-        if (
-            not hasattr(widths, "__len__")
-            or len(widths) < 2
-            or any(isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1 for width in widths)
-        ):
+        try:
+            self.widths = tuple(integer("MLP", "widths", width) for width in widths)
+        except (TypeError, ValueError):
+            self.widths = ()
+        if len(self.widths) < 2:
             raise ValueError(f"MLP(widths): needs two or more positive integers, input width first; got {widths!r}.")
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ValueError(
-                f"MLP(seed): needs an integer of 0 or more, so that every rank and scheme draws the same; got {seed!r}."
-            )
-        self.widths, self.seed = tuple(map(int, widths)), int(seed)
-        last = len(widths) - 2
+        self.seed = integer("MLP", "seed", seed, 0)
+        last = len(self.widths) - 2
         self.linears = [
             Linear(fan_in, fan_out, relu=index < last, name=f"layer {index + 1}")
             for index, (fan_in, fan_out) in enumerate(pairwise(self.widths))
