@@ -39,11 +39,12 @@ def test_the_verdict(found: zs.Planned) -> None:
     cells = found.record.at(4)
     assert found.best is next(cell for cell in cells if cell.peak.total <= 300_000)
     assert found.fits
-    assert "fits with" in repr(found)
+    assert "fits with" in " ".join(repr(found).split())
+    assert max(map(len, repr(zs.plan(WIDTHS, gpus=[4, 8, 16], memory=300_000)).splitlines())) <= 80
     least = min(cell.peak.total for cell in cells)
     none = zs.plan(WIDTHS, gpus=4, memory=least - 1)
     assert (none.fits, none.best) == (False, None)
-    assert "does not fit" in repr(none)
+    assert "does not fit" in " ".join(repr(none).split())
     assert zs.plan(WIDTHS, gpus=4).fits is None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import io
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,8 @@ class Planned:
                     f"fits with {best.name}: {sizes.text(best.peak.total, binary=asked.binary)} at the peak, "
                     f"{sizes.text(best.room, binary=asked.binary)} to spare"
                 )
-        return f"Planned({model.name}, {model.params:,} parameters, on {numbers}{card}: {verdict})"
+        said = f"Planned({model.name}, {model.params:,} parameters, on {numbers}{card}: {verdict})"
+        return textwrap.fill(said, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(repr(self))}</p>{self.table()._repr_html_()}"
