@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,10 @@ def test_a_device_is_not_replaced(tmp_path: Path) -> None:
         write_whole(pipe, b"content")
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_folder_that_is_not_there_is_said_of_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    """Not of the temporary one beside it, whose name says nothing to anybody."""
+    path = tmp_path / "none" / "own.json"
+    with pytest.raises(FileNotFoundError, match=rf"its folder cannot be written to .*: '{re.escape(str(path))}'$"):
+        write_whole(path, b"")

@@ -46,7 +46,10 @@ def writing_whole(path: Path, check: Callable[[str], None] = lambda written: Non
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is there, and no file", str(path))
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:  # which has the temporary name, that nobody has asked for
+        raise OSError(error.errno, f"its folder cannot be written to ({error.strerror})", str(path)) from error
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
