@@ -1,275 +1,301 @@
 """Mutation testing: change the source in one place at a time, and see whether the tests notice.
 
 Owns which tests are asked, and the run. ``mutants_made.py`` owns what is changed, ``mutants_page.py``
-what becomes of the result. The changes are mutmut's; its runner is not used, because it leaves out
-whatever is decorated or outside of functions: context managers, properties, the tables of the closed
-forms.
+what becomes of the result. Which tests run a line is measured, by coverage.py.
 
-    python scripts/mutants.py [--jobs N] [--only MODULE ...] [--state FILE] [--budget SECONDS] [--out FILE]
+    python scripts/mutants.py [--only PATTERN ...] [--sample N] [--seconds S] [--jobs N]
 
-Each mutant is the whole source with one change, imported by a process forked from one that has loaded
-everything else. Results go to the state file as they come, so that a run that was stopped goes on; what
-survived is tried again when a test has changed, what was noticed is not. Remove the file to begin anew.
+Each mutant is imported in a fork of this process, which has loaded everything but zerosim and the tests. It
+runs the tests that run what is changed, the quickest first, until one fails. What was found is kept in
+``build/mutants``, so that a run that was stopped goes on: what was noticed stays so, what survived is tried
+again when it would be asked other tests. Remove the folder to begin anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import hashlib
+import importlib
 import json
 import os
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
+from importlib.machinery import SourceFileLoader
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import CodeType
+from typing import Any
 
-if TYPE_CHECKING:
-    from mutants_made import Mutant
+import coverage
+import pytest
+
+import mutants_page
+from mutants_made import Mutant, mutants
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = Path("src/zerosim")
-STEP = ("schemes", "options", "predictions", "memory", "traffic", "axes")  # what trains and counts
-# For each module, a folder's with a dot, the tests that are asked, the quickest to notice first.
-TESTS: dict[str, tuple[str, ...]] = {
-    "comm": ("comm", *STEP),
-    "worlds.local": ("comm", *STEP),
-    "ranks": ("ranks", *STEP),
-    "pool": ("pool", "ranks", *STEP),
-    "counts": ("ledger", *STEP),
-    "ledger": ("ledger", *STEP),
-    "theory.forms": ("theory", "predictions", "memory", "traffic", "axes"),
-    "theory.peaks": ("theory", "predictions", "memory", "axes"),
-    "optimizer": ("optimizer", "options", "schemes"),
-    "stages": ("schemes", "refusals", "options", "predictions"),
-    "schemes": (*STEP, "refusals", "properties"),
-    "buckets": STEP,
-    "gradients": ("options", *STEP, "properties"),
-    "parameters": ("options", *STEP, "properties"),
-    "updates": ("options", *STEP, "properties"),
-}
-# Unless others are named.
-MODULES = ["comm", "worlds.local", "ranks", "counts", "ledger", "theory.forms", "theory.peaks", "optimizer", "schemes"]
-QUIETLY = ["-x", "-q", "-pno:cacheprovider", "-pno:xdist", "-Wignore::pytest.PytestAssertRewriteWarning"]
-TIMEOUT = 900  # seconds for the tests without a change; with one they may take five times as long as without
-MEMORY = 8 << 30  # bytes of address space
+SOURCE = ROOT / "src/zerosim"
+STATE = ROOT / "build/mutants"
+# What is changed: the core, its closed forms, what checks it, the lab, and what that writes, prints and ends with.
+CHANGED = (
+    *("[!_]*", "theory/[!_]*", "worlds/local", "worlds/dry", "util/casts", "checks/[!_]*", "lab/[!_]*"),
+    *("records/results", "records/files", "records/settings", "records/consistency", "records/failures"),
+    *("records/ablations", "records/loops", "report/tables", "report/*_console", "cli/errors", "cli/lab", "cli/main"),
+)
+# Which tests are asked: those that need no browser, no torch and no process of their own.
+ASKED = (
+    *("test_*", "checks/test_*", "lab/test_*", "records/test_*", "kernels/test_*", "util/test_*", "worlds/test_*"),
+    *("report/test_consoles", "report/test_tables", "report/test_lanes", "report/test_trace"),
+    *("cli/test_main", "cli/test_lab", "cli/test_written", "api/test_compare", "checkpoints/test_checkpoints"),
+)
+NOT = ("test_house", "test_interrupts", "test_public", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
+LOADED = (
+    *("hypothesis.strategies", "jaxtyping", "ml_dtypes", "msgspec", "numpy.testing", "psutil", "safetensors.numpy"),
+    *("sklearn.datasets", "rich.console", "rich.table", "rich.markup", "click.testing", "numba"),
+)
+QUIETLY = ("-q", "-pno:cacheprovider", "-pno:xdist", "-pno:hypothesispytest", "--assert=plain", "-Wignore")
+MEMORY = 16 << 30  # bytes of address space
+
+Codes = dict[str, CodeType]
+Ran = dict[str, dict[int, set[str]]]  # for each file and each of its lines, the tests that run it
 
 
-def asked(module: str, root: Path) -> list[str]:
-    """The files of tests that are asked, those that there are."""
-    names = dict.fromkeys(f"tests/test_{name}.py" for name in TESTS[module])
-    return [name for name in names if (root / name).exists()]
+class Hurry:
+    """A plugin of pytest: no test may take much longer than it did when nothing was changed."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        self.seconds = seconds
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 10 + 5 * self.seconds[item.nodeid])
 
 
-def path_of(module: str) -> Path:
-    """Where a module is in the tree."""
-    return PACKAGE / f"{module.replace('.', '/')}.py"
+class Watch:
+    """A plugin of pytest: what each test and each shared fixture runs, as if nothing were cached, and for how long."""
+
+    def __init__(self, into: Path) -> None:
+        self.into = into
+        self.coverage = coverage.Coverage(data_file=str(into), include=[f"{SOURCE}/*"], config_file=False)
+        self.seconds: dict[str, float] = {}
+        self.users: dict[str, list[str]] = defaultdict(list)  # of a fixture, the tests
+        self.test, self.failed = "", set[str]()
+        self.coverage.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, Any, Any]:
+        for each in gc.get_objects():
+            if type(each) is functools._lru_cache_wrapper:
+                each.cache_clear()
+        self.test, started = item.nodeid, time.perf_counter()
+        self.coverage.switch_context(self.test)
+        done = yield
+        self.coverage.switch_context("")
+        if item.nodeid not in self.failed:
+            self.seconds[item.nodeid] = round(time.perf_counter() - started, 3)
+            for name in item.fixturenames:
+                self.users[name].append(item.nodeid)
+        return done
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        if fixturedef.scope != "function":
+            self.coverage.switch_context(fixturedef.argname)
+        made = yield
+        self.coverage.switch_context(self.test)
+        return made
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed |= {report.nodeid} if report.failed else set()
+
+    def pytest_sessionfinish(self) -> None:
+        self.coverage.stop()
+        self.coverage.save()
+        self.into.with_suffix(".json").write_text(json.dumps([self.seconds, self.users]))
 
 
-def state_of(module: str) -> str:
-    """A digest of all that a mutant's survival depends on besides itself. One that was noticed stays noticed."""
-    digest = hashlib.sha256()
-    shared = [ROOT / "tests/helpers.py", ROOT / "tests/conftest.py"]
-    for path in [*sorted((ROOT / PACKAGE).rglob("*.py")), *(ROOT / name for name in asked(module, ROOT)), *shared]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def load_everything_else() -> Codes:
+    """Load what a fork would else load or compile: the code of the source and of the tests, by file, not run yet."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg", "ZEROSIM_KERNELS": "numpy"}
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    for name in LOADED:
+        importlib.import_module(name)
+    sys.modules["torch"] = None  # type: ignore[assignment] # what needs it is skipped
+    sys.modules["jaxtyping"].install_import_hook = lambda *_: None  # type: ignore[attr-defined] # tests must notice
+    paths = [path for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")]
+    codes = {str(path): compile(path.read_bytes(), path, "exec", dont_inherit=True) for path in paths}
+    from_file = SourceFileLoader.get_code
+
+    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        return codes.get(loader.path) or from_file(loader, name)
+
+    SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
+    gc.freeze()
+    return codes
 
 
-def worker(folder: Path) -> None:
-    """Try mutants, one JSON line each on standard input, and answer each with its fate on standard output."""
-    _load_everything_else()
-    os.chdir(folder)
-    sys.path[:0] = [str(folder / "src"), str(folder / "scripts")]
-    for line in sys.stdin:
-        task = json.loads(line)
-        path = folder / path_of(task["module"])
-        original = path.read_text()
-        path.write_text(task["source"])
-        started = time.monotonic()
-        fate = _fate(asked(task["module"], folder), task["limit"])
-        path.write_text(original)
-        print(json.dumps({"fate": fate, "seconds": round(time.monotonic() - started, 2)}), flush=True)
-
-
-def _load_everything_else() -> None:
-    """Whatever takes time to import, so that a forked child has only this package to load; and no shape checks."""
-    import hypothesis.strategies  # noqa: F401
-    import jaxtyping
-    import ml_dtypes  # noqa: F401
-    import msgspec  # noqa: F401
-    import numpy as np
-    import psutil  # noqa: F401
-    import pytest  # noqa: F401
-
-    np.ones(3) @ np.ones(3)
-    jaxtyping.install_import_hook = lambda *_: None
-    sys.dont_write_bytecode = True
-
-
-def _fate(tests: Sequence[str], limit: float) -> str:
-    """Run the tests in a fork: "killed", "survived", or, after so many seconds, "timeout"."""
-    child = os.fork()
-    if not child:
-        _tested(tests)
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
-        time.sleep(0.005)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
-
-
-def _tested(tests: Sequence[str]) -> None:
-    """In the child: run the tests until the first that fails; the exit code is pytest's. Never returns."""
+def tested(tests: Iterable[str], plugin: Callable[[], object]) -> int:
+    """Run tests in a fork, of which this is the process id. It ends as pytest does, or by a signal, out of time."""
+    if child := os.fork():
+        return child
     os.setpgid(0, 0)
-    silence = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    signal.setitimer(signal.ITIMER_REAL, 600)
+    log = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
-        os.dup2(silence, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, stream)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    code = 1
     try:
-        import pytest
-
-        code = int(pytest.main([*QUIETLY, *tests]))
+        with tempfile.TemporaryDirectory() as folder:
+            code = int(pytest.main([*QUIETLY, f"--basetemp={folder}/tests", *tests], plugins=[plugin()]))
     except BaseException:  # noqa: BLE001 - whatever it is, it is noticed
         traceback.print_exc()
-        code = 1
     sys.stdout.flush()
     os._exit(code)
 
 
-class Crew:
-    """Workers, each with a copy of the tree of its own."""
+def ended(tasks: Iterable[tuple[Any, int]], jobs: int) -> Iterator[tuple[Any, int]]:
+    """The exit codes of forks, as they end, of which so many run at a time."""
+    running: dict[int, Any] = {}
 
-    def __init__(self, jobs: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-        self.workers = []
-        for number in range(jobs):
-            folder = Path(self._folder.name) / str(number)
-            for name in ("src", "tests", "scripts", "recorded", "docs", "benchmarks"):
-                if (ROOT / name).exists():
-                    shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("Makefile")):
-                shutil.copy(path, folder)
-            paths = [str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = environment | {"PYTHONPATH": os.pathsep.join(paths)}
-            command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(folder)]
-            self.workers.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-            )
+    def end() -> tuple[Any, int]:
+        child, status = os.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it has started
+        return running.pop(child), os.waitstatus_to_exitcode(status)
 
-    def __enter__(self) -> Crew:
-        return self
+    for task, child in tasks:
+        running[child] = task
+        if len(running) == jobs:
+            yield end()
+    while running:
+        yield end()
 
-    def __exit__(self, *_: object) -> None:
-        for each in self.workers:
-            each.kill()
-            each.wait()
-        self._folder.cleanup()
 
-    def all(
-        self, tasks: Sequence[Mutant], limits: Mapping[str, float], until: float
-    ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-        """The fate of each mutant, in no particular order; those that are not reached in time are left out."""
-        import selectors
+def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
+    """The seconds of each test, and what it runs; for a file of tests that was measured before, from what was kept."""
+    shared = hashlib.sha256()
+    for path in (
+        *sorted(SOURCE.rglob("*.py")),
+        *sorted((ROOT / "tests").rglob("[!t]*.py")),
+        *(ROOT / "tests").glob("*/*.toml"),
+    ):
+        shared.update(path.read_bytes())
+    kept = {
+        file: STATE / f"{file.stem}-{hashlib.sha256(shared.digest() + file.read_bytes()).hexdigest()[:16]}"
+        for file in files
+    }
+    new = [file for file in files if not kept[file].with_suffix(".json").exists()]
+    for file, code in ended(((file, tested([str(file)], functools.partial(Watch, kept[file]))) for file in new), jobs):
+        print(
+            f"{file.relative_to(ROOT)} is measured{', but for tests that fail then' if code == 1 else ''}", flush=True
+        )
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            sys.exit(f"mutants.py: {file} cannot be run; nothing was tried.")
+    seconds: dict[str, float] = {}
+    ran: Ran = defaultdict(lambda: defaultdict(set))
+    for path in kept.values():
+        took, users = json.loads(path.with_suffix(".json").read_text())
+        seconds |= took
+        data = coverage.CoverageData(str(path))
+        data.read()
+        for name in data.measured_files():
+            for line, contexts in data.contexts_by_lineno(name).items():
+                ran[name][line].update(*([each] if each in took else users.get(each, ()) for each in contexts))
+    return seconds, ran
 
-        waiting = [(task, limits.get(task.module, TIMEOUT)) for task in reversed(tasks)]
-        busy: dict[int, Mutant] = {}
-        with selectors.DefaultSelector() as ready:
-            for each in self.workers:
-                ready.register(each.stdout, selectors.EVENT_READ, each)  # type: ignore[arg-type]
-                self._give(each, waiting, busy, until)
-            while busy:
-                for key, _ in ready.select():
-                    answer = json.loads(key.data.stdout.readline())
-                    yield busy.pop(key.data.pid), answer
-                    self._give(key.data, waiting, busy, until)
 
-    def _give(self, to: Any, waiting: list[tuple[Mutant, float]], busy: dict[int, Mutant], until: float) -> None:
-        if waiting and time.monotonic() < until:
-            task, limit = waiting.pop()
-            busy[to.pid] = task
-            to.stdin.write(json.dumps({"module": task.module, "source": task.source, "limit": limit}) + "\n")
-            to.stdin.flush()
+def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> list[str]:
+    """The tests that run what is changed, or anything of its module if none does; the quickest, for so many seconds."""
+    lines = ran[str(path_of(mutant.module))]
+    found = set().union(*(lines.get(line, ()) for line in mutant.lines)) or set().union(*lines.values())
+    quickest = sorted(found, key=lambda test: (seconds[test], test))
+    return [
+        test
+        for test, total in zip(quickest, accumulate(map(seconds.__getitem__, quickest)), strict=True)
+        if total <= enough
+    ]
+
+
+def path_of(module: str) -> Path:
+    """Where a module is."""
+    return SOURCE / f"{module.replace('.', '/')}.py"
+
+
+def modules(patterns: Sequence[str]) -> list[str]:
+    """The names of what is changed, of which a pattern speaks."""
+    paths = dict.fromkeys(path for each in CHANGED for path in sorted(SOURCE.glob(f"{each}.py")))
+    names = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in paths]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def main() -> None:
     """Parse, run, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", nargs="*", choices=TESTS, default=MODULES, help="default: %(default)s")
-    parser.add_argument("--state", type=Path, default=ROOT / "build/mutants.jsonl", help="where results are kept")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no mutant is started")
-    parser.add_argument("--out", type=Path, default=None, help="also write the record there")
-    parser.add_argument("--sample", type=int, default=1, help="try every so many-th mutant only; nothing is recorded")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", default=["*"], help="modules, such as 'checks.*'; default: all")
+    parser.add_argument(
+        "--sample", type=int, help="so many mutants of each module, drawn alike each time; default: all"
+    )
+    parser.add_argument("--seconds", type=float, default=30, help="of tests that one is asked; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time; default: %(default)s")
     options = parser.parse_args()
-    if options.worker:
-        worker(options.worker)
-        return
-    import mutants_page
-    from mutants_made import Mutant
+    STATE.mkdir(parents=True, exist_ok=True)
+    made = {name: mutants(name, path_of(name).read_text(), options.sample) for name in modules(options.only)}
+    files = dict.fromkeys(path for each in ASKED for path in sorted((ROOT / "tests").glob(f"{each}.py")))
+    codes = load_everything_else()
+    os.chdir(ROOT)
+    chosen = [file for file in files if not any(file.match(f"tests/{name}.py") for name in NOT)]
+    seconds, ran = measured(chosen, options.jobs)
+    log = STATE / "fates.jsonl"
+    known = {each["key"]: each for each in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    left: list[tuple[Mutant, list[str], dict[str, str]]] = []
+    for mutant in (each for some, _ in made.values() for each in some):
+        tests = asked(mutant, seconds, ran, options.seconds)
+        entry = {"key": digest(mutant.module, mutant.source), "asked": digest(*tests)}
+        before = known.get(entry["key"], {"fate": "survived", "asked": ""})
+        if before["fate"] == "survived" and before["asked"] != entry["asked"]:
+            left.append((mutant, tests, entry))
+    print(f"{sum(len(some) for some, _ in made.values())} mutants, of which {len(left)} to be tried", flush=True)
 
-    until = time.monotonic() + options.budget
-    sources = {name: path.read_text() for name in options.only if (path := ROOT / path_of(name)).exists()}
-    states = {name: state_of(name) for name in sources}
-    with ProcessPoolExecutor(min(options.jobs, len(sources))) as pool:
-        tasks = [each for made in pool.map(_made, sources.items()) for each in made][:: options.sample]
-    known = _known(options.state)
-    fates = {}
-    for each in tasks:
-        fate, state = known.get(each.key, ("", ""))
-        if fate and (fate != "survived" or state == states[each.module]):
-            fates[each.key] = fate
-    left = [each for each in tasks if each.key not in fates]
-    print(f"{len(tasks)} mutants, of which {len(left)} to be tried, {options.jobs} at a time", flush=True)
-    with Crew(options.jobs) as crew, options.state.open("a") as log:
-        intact = [Mutant(name, "", 0, "", "", source) for name, source in sources.items()]
-        limits: dict[str, float] = {}
-        for each, answer in crew.all(intact if left else [], {}, until):
-            limits[each.module] = 10 + 5 * answer["seconds"]
-            print(f"{each.module}: {answer['seconds']} s for all its tests", flush=True)
-            if answer["fate"] != "survived":
-                sys.exit(f"mutants.py: the tests of {each.module} fail without any change; nothing was tried.")
-        for number, (each, answer) in enumerate(crew.all(left, limits, until), start=1):
-            fates[each.key] = answer["fate"]
-            log.write(json.dumps({"key": each.key, "state": states[each.module], **answer}) + "\n")
-            log.flush()
-            if answer["fate"] == "survived":
-                print(f"survived: {each.module}, line {each.line}: {mutants_page.change(asdict(each))}", flush=True)
-            elif number % 100 == 0:
-                print(f"{number} of {len(left)}", flush=True)
-    record = mutants_page.record([(asdict(each), fates[each.key]) for each in tasks if each.key in fates])
-    if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-    if missing := len(tasks) - len(fates):
-        sys.exit(f"mutants.py: {missing} mutants were not reached; run it again to go on.")
-    sys.exit(mutants_page.judge(mutants_page.beside_others(record), keep=options.sample == 1))
+    def trials() -> Iterator[tuple[Any, int]]:
+        for number, (mutant, tests, entry) in enumerate(left):
+            if number % 100 == 0:
+                print(f"{number} of {len(left)}: {mutant.module}", flush=True)
+            yield (mutant, entry), tested(["-x", *tests], functools.partial(changed, mutant, codes, seconds))
+
+    with log.open("a") as into:
+        for (mutant, entry), code in ended(trials(), options.jobs):
+            entry["fate"] = {0: "survived", -signal.SIGALRM: "timeout"}.get(code, "killed")
+            known[entry["key"]] = entry
+            print(json.dumps(entry), file=into, flush=True)
+            if code == 0:
+                print(f"survived: {mutant.module}: {mutant.change}", flush=True)
+    found = {
+        name: mutants_page.entry(there, [(each.change, known[digest(name, each.source)]["fate"]) for each in some])
+        for name, (some, there) in made.items()
+    }
+    if said := mutants_page.keep(found):
+        sys.exit("\n".join(["mutants.py:", *said]))
 
 
-def _made(module: tuple[str, str]) -> list[Mutant]:
-    from mutants_made import mutants
+def changed(mutant: Mutant, codes: Codes, seconds: Mapping[str, float]) -> Hurry:
+    """In the fork: the change is what will be imported."""
+    path = str(path_of(mutant.module))
+    codes[path] = compile(mutant.source, path, "exec", dont_inherit=True)
+    return Hurry(seconds)
 
-    return mutants(*module)
 
-
-def _known(state: Path) -> dict[str, tuple[str, str]]:
-    """The fates in a state file, by mutant, each with the state of everything else when it was found."""
-    state.parent.mkdir(parents=True, exist_ok=True)
-    entries = map(json.loads, state.read_text().splitlines()) if state.exists() else ()
-    return {entry["key"]: (entry["fate"], entry["state"]) for entry in entries}
+def digest(*texts: str) -> str:
+    """A short name for texts."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":
