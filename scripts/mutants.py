@@ -26,12 +26,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.machinery import SourceFileLoader
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -142,24 +142,29 @@ def load_everything_else() -> Codes:
     return codes
 
 
-def tested(tests: Iterable[str], plugin: Callable[[], object]) -> int:
-    """Run tests in a fork, of which this is the process id. It ends as pytest does, or by a signal, out of time."""
+def tested(tests: Iterable[Sequence[str]], plugin: Callable[[], object]) -> int:
+    """Run tests, some at a time, in a fork, of which this is the process id. Its exit code says which failed, if any."""
     if child := os.fork():
         return child
     os.setpgid(0, 0)
-    signal.setitimer(signal.ITIMER_REAL, 600)
     log = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    code = 1
+    number = 0
     try:
         with tempfile.TemporaryDirectory() as folder:
-            code = int(pytest.main([*QUIETLY, f"--basetemp={folder}/tests", *tests], plugins=[plugin()]))
+            watching = plugin()
+            for number, some in enumerate(tests, start=1):
+                if pytest.main([*QUIETLY, f"--basetemp={folder}/{number}", *some], plugins=[watching]):
+                    break
+            else:
+                number = 0
     except BaseException:  # noqa: BLE001 - whatever it is, it is noticed
         traceback.print_exc()
+        number = 1
     sys.stdout.flush()
-    os._exit(code)
+    os._exit(number)
 
 
 def ended(tasks: Iterable[tuple[Any, int]], jobs: int) -> Iterator[tuple[Any, int]]:
@@ -194,12 +199,9 @@ def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
         for file in files
     }
     new = [file for file in files if not kept[file].with_suffix(".json").exists()]
-    for file, code in ended(((file, tested([str(file)], functools.partial(Watch, kept[file]))) for file in new), jobs):
-        print(
-            f"{file.relative_to(ROOT)} is measured{', but for tests that fail then' if code == 1 else ''}", flush=True
-        )
-        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-            sys.exit(f"mutants.py: {file} cannot be run; nothing was tried.")
+    for file, _ in ended(((file, tested([[str(file)]], functools.partial(Watch, kept[file]))) for file in new), jobs):
+        count = len(json.loads(kept[file].with_suffix(".json").read_text())[0])
+        print(f"{file.relative_to(ROOT)}: {count} tests that pass while they are measured", flush=True)
     seconds: dict[str, float] = {}
     ran: Ran = defaultdict(lambda: defaultdict(set))
     for path in kept.values():
@@ -213,16 +215,20 @@ def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
     return seconds, ran
 
 
-def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> list[str]:
-    """The tests that run what is changed, or anything of its module if none does; the quickest, for so many seconds."""
+def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> dict[str, list[str]]:
+    """The tests that run what is changed, or anything of its module if none does; the quickest, for so many seconds.
+
+    They are by file, as each takes time to import; first those that are done soonest.
+    """
     lines = ran[str(path_of(mutant.module))]
     found = set().union(*(lines.get(line, ()) for line in mutant.lines)) or set().union(*lines.values())
-    quickest = sorted(found, key=lambda test: (seconds[test], test))
-    return [
-        test
-        for test, total in zip(quickest, accumulate(map(seconds.__getitem__, quickest)), strict=True)
-        if total <= enough
-    ]
+    files: dict[str, list[str]] = defaultdict(list)
+    left = enough
+    for test in sorted(found, key=lambda test: (seconds[test], test)):
+        left -= seconds[test]
+        if left >= 0:
+            files[test.partition("::")[0]].append(test)
+    return dict(sorted(files.items(), key=lambda each: sum(map(seconds.__getitem__, each[1]))))
 
 
 def path_of(module: str) -> Path:
@@ -256,28 +262,37 @@ def main() -> None:
     seconds, ran = measured(chosen, options.jobs)
     log = STATE / "fates.jsonl"
     known = {each["key"]: each for each in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
-    left: list[tuple[Mutant, list[str], dict[str, str]]] = []
+    left: list[tuple[Mutant, dict[str, list[str]], dict[str, str]]] = []
     for mutant in (each for some, _ in made.values() for each in some):
         tests = asked(mutant, seconds, ran, options.seconds)
-        entry = {"key": digest(mutant.module, mutant.source), "asked": digest(*tests)}
+        entry = {
+            "key": digest(mutant.module, mutant.source),
+            "asked": digest(*sorted(chain.from_iterable(tests.values()))),
+        }
         before = known.get(entry["key"], {"fate": "survived", "asked": ""})
         if before["fate"] == "survived" and before["asked"] != entry["asked"]:
             left.append((mutant, tests, entry))
     print(f"{sum(len(some) for some, _ in made.values())} mutants, of which {len(left)} to be tried", flush=True)
 
+    noticing: dict[str, Counter[str]] = defaultdict(
+        Counter
+    )  # of each module, the files that noticed most are asked first
+
     def trials() -> Iterator[tuple[Any, int]]:
-        for number, (mutant, tests, entry) in enumerate(left):
-            if number % 100 == 0:
-                print(f"{number} of {len(left)}: {mutant.module}", flush=True)
-            yield (mutant, entry), tested(["-x", *tests], functools.partial(changed, mutant, codes, seconds))
+        for mutant, tests, entry in left:
+            files = sorted(tests, key=lambda file: -noticing[mutant.module][file])
+            orders = [["-x", *tests[file]] for file in files]
+            yield (mutant, files, entry), tested(orders, functools.partial(changed, mutant, codes, seconds))
 
     with log.open("a") as into:
-        for (mutant, entry), code in ended(trials(), options.jobs):
+        for number, ((mutant, files, entry), code) in enumerate(ended(trials(), options.jobs), start=1):
             entry["fate"] = {0: "survived", -signal.SIGALRM: "timeout"}.get(code, "killed")
             known[entry["key"]] = entry
             print(json.dumps(entry), file=into, flush=True)
             if code == 0:
-                print(f"survived: {mutant.module}: {mutant.change}", flush=True)
+                print(f"{number} of {len(left)} survived: {mutant.module}: {mutant.change}", flush=True)
+            elif code > 0:
+                noticing[mutant.module][files[code - 1]] += 1
     found = {
         name: mutants_page.entry(there, [(each.change, known[digest(name, each.source)]["fate"]) for each in some])
         for name, (some, there) in made.items()
@@ -287,7 +302,8 @@ def main() -> None:
 
 
 def changed(mutant: Mutant, codes: Codes, seconds: Mapping[str, float]) -> Hurry:
-    """In the fork: the change is what will be imported."""
+    """In the fork: the change is what will be imported, within a minute or two."""
+    signal.setitimer(signal.ITIMER_REAL, 120)
     path = str(path_of(mutant.module))
     codes[path] = compile(mutant.source, path, "exec", dont_inherit=True)
     return Hurry(seconds)

@@ -497,6 +497,19 @@ def test_every_bucket_is_padded_to_a_multiple_of_all_ranks(row: Stage, padding: 
     assert scheme.flat(Band.PARAMS).tobytes() == MLP((7, 5, 3)).initial().astype(np.float16).tobytes()
 
 
+@each_row
+def test_parameters_that_are_cut_by_rows_are_cut_among_the_ranks_of_a_group(row: Stage) -> None:
+    """Where states are sharded over a group: each parameter to a multiple of its ranks, and the whole to one of all."""
+
+    def up(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    cut = 2 if row.two_axes else 6
+    scheme = row(MLP((7, 5, 3)), 6, node=2, padding="rows")
+    sizes = [up(up(7, cut) * 5 + up(5, cut), 6), up(up(5, cut) * 3 + up(3, cut), 6)]
+    assert [bucket.padded for bucket in scheme.buckets] == sizes
+
+
 # -- memory that runs out
 
 
