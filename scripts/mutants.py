@@ -5,10 +5,10 @@ what becomes of the result. Which tests run a line is measured, by coverage.py.
 
     python scripts/mutants.py [--only PATTERN ...] [--sample N] [--seconds S] [--jobs N]
 
-Each mutant is imported in a fork of this process, which has loaded everything but zerosim and the tests. It
-runs the tests that run what is changed, the quickest first, until one fails. What was found is kept in
-``build/mutants``, so that a run that was stopped goes on: what was noticed stays so, what survived is tried
-again when it would be asked other tests. Remove the folder to begin anew.
+The tests are collected once. For each mutant a fork gives the function its changed code and runs the tests
+that run what is changed, the quickest first, until one fails. What was found is kept in ``build/mutants``,
+so that a run that was stopped goes on: what was noticed stays so, what survived is tried again when it would
+be asked other tests. Remove the folder to begin anew.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import argparse
 import functools
 import gc
 import hashlib
-import importlib
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -30,10 +28,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from importlib.machinery import SourceFileLoader
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
-from types import CodeType
+from types import FunctionType
 from typing import Any
 
 import coverage
@@ -42,14 +39,14 @@ import pytest
 import mutants_page
 from mutants_made import Mutant, mutants
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src/zerosim"
 STATE = ROOT / "build/mutants"
 # What is changed: the core, its closed forms, what checks it, the lab, and what that writes, prints and ends with.
 CHANGED = (
     *("[!_]*", "theory/[!_]*", "worlds/local", "worlds/dry", "util/casts", "checks/[!_]*", "lab/[!_]*"),
     *("records/results", "records/files", "records/settings", "records/consistency", "records/failures"),
-    *("records/ablations", "records/loops", "report/tables", "report/*_console", "cli/errors", "cli/lab", "cli/main"),
+    *("records/ablations", "report/tables", "report/lab_console", "cli/errors", "cli/lab", "cli/main"),
 )
 # Which tests are asked: those that need no browser, no torch and no process of their own.
 ASKED = (
@@ -57,26 +54,11 @@ ASKED = (
     *("report/test_consoles", "report/test_tables", "report/test_lanes", "report/test_trace"),
     *("cli/test_main", "cli/test_lab", "cli/test_written", "api/test_compare", "checkpoints/test_checkpoints"),
 )
-NOT = ("test_house", "test_interrupts", "test_public", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
-LOADED = (
-    *("hypothesis.strategies", "jaxtyping", "ml_dtypes", "msgspec", "numpy.testing", "psutil", "safetensors.numpy"),
-    *("sklearn.datasets", "rich.console", "rich.table", "rich.markup", "click.testing", "numba"),
-)
-QUIETLY = ("-q", "-pno:cacheprovider", "-pno:xdist", "-pno:hypothesispytest", "--assert=plain", "-Wignore")
-MEMORY = 16 << 30  # bytes of address space
-
-Codes = dict[str, CodeType]
-Ran = dict[str, dict[int, set[str]]]  # for each file and each of its lines, the tests that run it
-
-
-class Hurry:
-    """A plugin of pytest: no test may take much longer than it did when nothing was changed."""
-
-    def __init__(self, seconds: Mapping[str, float]) -> None:
-        self.seconds = seconds
-
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 10 + 5 * self.seconds[item.nodeid])
+NOT = ("test_house", "test_interrupts", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
+QUIETLY = ("-qs", "-pno:cacheprovider", "-pno:xdist", "-pno:hypothesispytest", "--assert=plain", "-Wignore")
+Tests = dict[str, list[str]]  # by their file
+Ran = dict[str, dict[int, set[str]]]  # for each file of the source and each of its lines, the tests that run it
+SWITCHES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg", "ZEROSIM_KERNELS": "numpy"}
 
 
 class Watch:
@@ -92,9 +74,7 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, Any, Any]:
-        for each in gc.get_objects():
-            if type(each) is functools._lru_cache_wrapper:
-                each.cache_clear()
+        forget()
         self.test, started = item.nodeid, time.perf_counter()
         self.coverage.switch_context(self.test)
         done = yield
@@ -122,49 +102,72 @@ class Watch:
         self.into.with_suffix(".json").write_text(json.dumps([self.seconds, self.users]))
 
 
-def load_everything_else() -> Codes:
-    """Load what a fork would else load or compile: the code of the source and of the tests, by file, not run yet."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg", "ZEROSIM_KERNELS": "numpy"}
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-    for name in LOADED:
-        importlib.import_module(name)
-    sys.modules["torch"] = None  # type: ignore[assignment] # what needs it is skipped
-    sys.modules["jaxtyping"].install_import_hook = lambda *_: None  # type: ignore[attr-defined] # tests must notice
-    paths = [path for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")]
-    codes = {str(path): compile(path.read_bytes(), path, "exec", dont_inherit=True) for path in paths}
-    from_file = SourceFileLoader.get_code
+class Trials:
+    """A plugin of pytest: of the tests that it has collected those are run that mutants are to be asked, in forks."""
 
-    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
-        return codes.get(loader.path) or from_file(loader, name)
+    def __init__(
+        self,
+        asked: Sequence[tuple[Mutant, Tests]],
+        seconds: Mapping[str, float],
+        jobs: int,
+        note: Callable[[Mutant, Tests, str], None],
+    ) -> None:
+        self.asked, self.seconds, self.jobs, self.note = asked, seconds, jobs, note
 
-    SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
-    gc.freeze()
-    return codes
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        objects: dict[tuple[str, str], list[FunctionType]] = defaultdict(list)
+        for each in gc.get_objects():
+            if type(each) is FunctionType:
+                objects[each.__code__.co_filename, each.__code__.co_qualname].append(each)
+        noticing: dict[str, Counter[str]] = defaultdict(Counter)  # of each module, what noticed most is asked first
+
+        def ask(mutant: Mutant, tests: Tests, files: Sequence[str]) -> int:
+            forget()
+            for function in objects[mutant.code.co_filename, mutant.function]:
+                function.__code__ = mutant.code
+            order = [items[test] for file in files for test in tests[file]]
+            for item, following in zip(order, [*order[1:], None], strict=True):
+                signal.setitimer(signal.ITIMER_REAL, 10 + 5 * self.seconds[item.nodeid])
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.testsfailed:
+                    return 1 + files.index(_file(item.nodeid))
+            return 0
+
+        def trials() -> Iterator[tuple[Any, int]]:
+            for mutant, tests in self.asked:
+                files = sorted(tests, key=lambda file: -noticing[mutant.module][file])
+                yield (mutant, tests, files), forked(functools.partial(ask, mutant, tests, files))
+
+        for (mutant, tests, files), code in ended(trials(), self.jobs):
+            if code > 0:
+                noticing[mutant.module][files[code - 1]] += 1
+            self.note(mutant, tests, {0: "survived", -signal.SIGALRM: "timeout"}.get(code, "killed"))
+        return True
 
 
-def tested(tests: Iterable[Sequence[str]], plugin: Callable[[], object]) -> int:
-    """Run tests, some at a time, in a fork, of which this is the process id. Its exit code says which failed, if any."""
+def forget() -> None:
+    """Empty every cache of a function's results."""
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper:
+            each.cache_clear()
+
+
+def forked(run: Callable[[], int]) -> int:
+    """Run in a fork, of which this is the process id; its exit code is what the function returns."""
     if child := os.fork():
         return child
     os.setpgid(0, 0)
     log = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    number = 0
+    code = 1
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            watching = plugin()
-            for number, some in enumerate(tests, start=1):
-                if pytest.main([*QUIETLY, f"--basetemp={folder}/{number}", *some], plugins=[watching]):
-                    break
-            else:
-                number = 0
+        code = run()
     except BaseException:  # noqa: BLE001 - whatever it is, it is noticed
         traceback.print_exc()
-        number = 1
     sys.stdout.flush()
-    os._exit(number)
+    os._exit(code)
 
 
 def ended(tasks: Iterable[tuple[Any, int]], jobs: int) -> Iterator[tuple[Any, int]]:
@@ -188,18 +191,17 @@ def ended(tasks: Iterable[tuple[Any, int]], jobs: int) -> Iterator[tuple[Any, in
 def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
     """The seconds of each test, and what it runs; for a file of tests that was measured before, from what was kept."""
     shared = hashlib.sha256()
-    for path in (
-        *sorted(SOURCE.rglob("*.py")),
-        *sorted((ROOT / "tests").rglob("[!t]*.py")),
-        *(ROOT / "tests").glob("*/*.toml"),
-    ):
+    helpers = (*sorted((ROOT / "tests").rglob("[!t]*.py")), *(ROOT / "tests").glob("*/*.toml"))
+    for path in (*sorted(SOURCE.rglob("*.py")), *helpers):
         shared.update(path.read_bytes())
-    kept = {
-        file: STATE / f"{file.stem}-{hashlib.sha256(shared.digest() + file.read_bytes()).hexdigest()[:16]}"
-        for file in files
-    }
+    names = {file: hashlib.sha256(shared.digest() + file.read_bytes()).hexdigest() for file in files}
+    kept = {file: STATE / f"{file.stem}-{name[:16]}" for file, name in names.items()}
     new = [file for file in files if not kept[file].with_suffix(".json").exists()]
-    for file, _ in ended(((file, tested([[str(file)]], functools.partial(Watch, kept[file]))) for file in new), jobs):
+
+    def measure(file: Path) -> int:
+        return int(pytest.main([*QUIETLY, str(file)], plugins=[Watch(kept[file])]))
+
+    for file, _ in ended(((file, forked(functools.partial(measure, file))) for file in new), jobs):
         count = len(json.loads(kept[file].with_suffix(".json").read_text())[0])
         print(f"{file.relative_to(ROOT)}: {count} tests that pass while they are measured", flush=True)
     seconds: dict[str, float] = {}
@@ -215,32 +217,30 @@ def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
     return seconds, ran
 
 
-def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> dict[str, list[str]]:
-    """The tests that run what is changed, or anything of its module if none does; the quickest, for so many seconds.
-
-    They are by file, as each takes time to import; first those that are done soonest.
-    """
-    lines = ran[str(path_of(mutant.module))]
-    found = set().union(*(lines.get(line, ()) for line in mutant.lines)) or set().union(*lines.values())
-    files: dict[str, list[str]] = defaultdict(list)
-    left = enough
+def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> Tests:
+    """The tests that run what is changed, by file: the quickest, for so many seconds, the files soonest done first."""
+    lines, files = ran[mutant.code.co_filename], defaultdict[str, list[str]](list)
+    found = set[str]().union(*(lines.get(line, ()) for line in mutant.lines))
     for test in sorted(found, key=lambda test: (seconds[test], test)):
-        left -= seconds[test]
-        if left >= 0:
-            files[test.partition("::")[0]].append(test)
+        enough -= seconds[test]
+        if enough >= 0:
+            files[_file(test)].append(test)
     return dict(sorted(files.items(), key=lambda each: sum(map(seconds.__getitem__, each[1]))))
 
 
-def path_of(module: str) -> Path:
-    """Where a module is."""
-    return SOURCE / f"{module.replace('.', '/')}.py"
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
-def modules(patterns: Sequence[str]) -> list[str]:
-    """The names of what is changed, of which a pattern speaks."""
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def modules(patterns: Sequence[str]) -> dict[str, Path]:
+    """What is changed, by name, of which a pattern speaks."""
     paths = dict.fromkeys(path for each in CHANGED for path in sorted(SOURCE.glob(f"{each}.py")))
-    names = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in paths]
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    names = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in paths}
+    return {name: path for name, path in names.items() if any(fnmatch(name, pattern) for pattern in patterns)}
 
 
 def main() -> None:
@@ -250,68 +250,48 @@ def main() -> None:
     parser.add_argument(
         "--sample", type=int, help="so many mutants of each module, drawn alike each time; default: all"
     )
-    parser.add_argument("--seconds", type=float, default=30, help="of tests that one is asked; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests that one is asked; default: %(default)s")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time; default: %(default)s")
     options = parser.parse_args()
-    STATE.mkdir(parents=True, exist_ok=True)
-    made = {name: mutants(name, path_of(name).read_text(), options.sample) for name in modules(options.only)}
-    files = dict.fromkeys(path for each in ASKED for path in sorted((ROOT / "tests").glob(f"{each}.py")))
-    codes = load_everything_else()
+    os.environ |= SWITCHES
     os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT / "src")]
+    import jaxtyping
+    import sklearn.datasets  # noqa: F401 - it cannot be loaded where there is no torch in this way
+
+    jaxtyping.install_import_hook = lambda *_: None  # type: ignore[assignment, return-value] # tests must notice, not it
+    sys.modules["torch"] = None  # type: ignore[assignment] # what needs it is skipped
+    STATE.mkdir(parents=True, exist_ok=True)
+    files = dict.fromkeys(path for each in ASKED for path in sorted((ROOT / "tests").glob(f"{each}.py")))
     chosen = [file for file in files if not any(file.match(f"tests/{name}.py") for name in NOT)]
     seconds, ran = measured(chosen, options.jobs)
+    made = {name: mutants(name, path, options.sample) for name, path in modules(options.only).items()}
     log = STATE / "fates.jsonl"
     known = {each["key"]: each for each in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
-    left: list[tuple[Mutant, dict[str, list[str]], dict[str, str]]] = []
-    for mutant in (each for some, _ in made.values() for each in some):
+    left: list[tuple[Mutant, Tests]] = []
+    for mutant in filter(None, chain(*zip_longest(*(some for some, _ in made.values())))):  # a few of all, then more
         tests = asked(mutant, seconds, ran, options.seconds)
-        entry = {
-            "key": digest(mutant.module, mutant.source),
-            "asked": digest(*sorted(chain.from_iterable(tests.values()))),
-        }
-        before = known.get(entry["key"], {"fate": "survived", "asked": ""})
-        if before["fate"] == "survived" and before["asked"] != entry["asked"]:
-            left.append((mutant, tests, entry))
+        before = known.get(mutant.key, {"fate": "survived", "asked": ""})
+        if before["fate"] == "survived" and before["asked"] != _digest(*sorted(chain(*tests.values()))):
+            left.append((mutant, tests))
     print(f"{sum(len(some) for some, _ in made.values())} mutants, of which {len(left)} to be tried", flush=True)
+    with log.open("a") as into, tempfile.TemporaryDirectory() as folder:
 
-    noticing: dict[str, Counter[str]] = defaultdict(
-        Counter
-    )  # of each module, the files that noticed most are asked first
+        def note(mutant: Mutant, tests: Tests, fate: str) -> None:
+            known[mutant.key] = {"key": mutant.key, "asked": _digest(*sorted(chain(*tests.values()))), "fate": fate}
+            print(json.dumps(known[mutant.key]), file=into, flush=True)
+            if fate == "survived":
+                print(f"survived: {mutant.module}: {mutant.change}", flush=True)
 
-    def trials() -> Iterator[tuple[Any, int]]:
-        for mutant, tests, entry in left:
-            files = sorted(tests, key=lambda file: -noticing[mutant.module][file])
-            orders = [["-x", *tests[file]] for file in files]
-            yield (mutant, files, entry), tested(orders, functools.partial(changed, mutant, codes, seconds))
-
-    with log.open("a") as into:
-        for number, ((mutant, files, entry), code) in enumerate(ended(trials(), options.jobs), start=1):
-            entry["fate"] = {0: "survived", -signal.SIGALRM: "timeout"}.get(code, "killed")
-            known[entry["key"]] = entry
-            print(json.dumps(entry), file=into, flush=True)
-            if code == 0:
-                print(f"{number} of {len(left)} survived: {mutant.module}: {mutant.change}", flush=True)
-            elif code > 0:
-                noticing[mutant.module][files[code - 1]] += 1
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        if left:
+            pytest.main([*QUIETLY, *map(str, chosen)], plugins=[Trials(left, seconds, options.jobs, note)])
     found = {
-        name: mutants_page.entry(there, [(each.change, known[digest(name, each.source)]["fate"]) for each in some])
+        name: mutants_page.entry(there, [(each.change, known[each.key]["fate"]) for each in some])
         for name, (some, there) in made.items()
     }
     if said := mutants_page.keep(found):
         sys.exit("\n".join(["mutants.py:", *said]))
-
-
-def changed(mutant: Mutant, codes: Codes, seconds: Mapping[str, float]) -> Hurry:
-    """In the fork: the change is what will be imported, within a minute or two."""
-    signal.setitimer(signal.ITIMER_REAL, 120)
-    path = str(path_of(mutant.module))
-    codes[path] = compile(mutant.source, path, "exec", dont_inherit=True)
-    return Hurry(seconds)
-
-
-def digest(*texts: str) -> str:
-    """A short name for texts."""
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

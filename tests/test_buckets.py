@@ -39,7 +39,7 @@ def test_a_scheme_starts_with_the_models_parameters_one_after_the_other(
 
 @given(ANY_WIDTHS, st.integers(1, 120))
 def test_layers_are_joined_in_order_while_they_fit(widths: tuple[int, ...], most: int) -> None:
-    """Up to a size: none is left out or moved, none is too large but a layer alone, and no next one would have fitted."""
+    """Up to a size: none is left out or moved, none is too large but a layer alone, and none would have taken the next."""
     joined = split(MLP(widths), most)
     members = [[part for group in layer.groups for part in group.parts or (group,)] for layer in joined]
     sizes = [[part.size for part in some] for some in members]

@@ -21,7 +21,7 @@ from zerosim.checks import allocations
 from zerosim.lab import suite
 from zerosim.parameters import Parameters
 from zerosim.pool import Pool
-from zerosim.records.results import Failure, Settings
+from zerosim.records.results import Check, Failure, Settings
 from zerosim.stages import DP, Stage, ZeRO2, ZeRO3
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -127,7 +127,8 @@ def test_what_is_kept_is_found_wherever_it_is(place: str, kept: str, monkeypatch
     forget()
     assert failures, place
     first = failures[0]
-    assert (first.scheme, first.ranks, first.step) == ("ZeRO-3", RANKS, 2)
+    assert (first.check, first.scheme, first.ranks, first.step) == (Check.AS_PREDICTED, "ZeRO-3", RANKS, 2)
+    assert (first.rank, first.expected) == (-1, "0")
     assert first.quantity.startswith("bytes outside the ledger, made at parameters.py:1, ")
     assert int(first.measured.replace(",", "")) >= RANKS * (48 * 16 + 16) * 4
 
