@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -52,9 +52,9 @@ CHANGED = (
 ASKED = (
     *("test_*", "checks/test_*", "lab/test_*", "records/test_*", "kernels/test_*", "util/test_*", "worlds/test_*"),
     *("report/test_consoles", "report/test_tables", "report/test_lanes", "report/test_trace"),
-    *("cli/test_main", "cli/test_lab", "cli/test_written", "api/test_compare", "checkpoints/test_checkpoints"),
+    *("cli/test_main", "cli/test_errors", "cli/test_lab", "cli/test_written", "api/test_compare", "checkpoints/test_checkpoints"),
 )
-NOT = ("test_house", "test_interrupts", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
+NOT = ("test_house", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
 QUIETLY = ("-qs", "-pno:cacheprovider", "-pno:xdist", "-pno:hypothesispytest", "--assert=plain", "-Wignore")
 Tests = dict[str, list[str]]  # by their file
 Ran = dict[str, dict[int, set[str]]]  # for each file of the source and each of its lines, the tests that run it
@@ -127,7 +127,7 @@ class Trials:
             for function in objects[mutant.code.co_filename, mutant.function]:
                 function.__code__ = mutant.code
             order = [items[test] for file in files for test in tests[file]]
-            for item, following in zip(order, [*order[1:], None], strict=True):
+            for item, following in pairwise([*order, None]):
                 signal.setitimer(signal.ITIMER_REAL, 10 + 5 * self.seconds[item.nodeid])
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if session.testsfailed:

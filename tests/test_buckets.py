@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from zerosim.bands import Band
-from zerosim.buckets import distinct, shared, split
+from zerosim.buckets import PADDINGS, distinct, shared, split
 from zerosim.layers import Group, Role
 from zerosim.model import MLP
 from zerosim.stages import ROWS, Stage
@@ -39,7 +40,7 @@ def test_a_scheme_starts_with_the_models_parameters_one_after_the_other(
 
 @given(ANY_WIDTHS, st.integers(1, 120))
 def test_layers_are_joined_in_order_while_they_fit(widths: tuple[int, ...], most: int) -> None:
-    """Up to a size: none is left out or moved, none is too large but a layer alone, and none would have taken the next."""
+    """Up to a size: none is left out, moved or too large, but a layer alone, and none would have taken the next."""
     joined = split(MLP(widths), most)
     members = [[part for group in layer.groups for part in group.parts or (group,)] for layer in joined]
     sizes = [[part.size for part in some] for some in members]
@@ -47,7 +48,24 @@ def test_layers_are_joined_in_order_while_they_fit(widths: tuple[int, ...], most
     assert all(sum(some) <= most or len(some) == 1 for some in sizes)
     assert all(sum(some) + following[0] > most for some, following in pairwise(sizes))
     for layer, some in zip(joined, members, strict=True):
-        assert layer.name == (some[0].name if len(some) == 1 else f"{some[0].name} to {some[-1].name}")
+        name = some[0].name if len(some) == 1 else f"{some[0].name} to {some[-1].name}"
+        assert (layer.name, [group.name for group in layer.groups]) == (name, [name])
+
+
+@given(st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=4), st.integers(1, 6))
+def test_a_group_takes_up_what_its_rule_says(shapes: list[tuple[int, ...]], ranks: int) -> None:
+    """All of it to a multiple of N or 2 N, each parameter to one of N, or each one's rows, of which a scalar is one."""
+
+    def up(size: int, multiple: int) -> int:
+        return next(whole for whole in range(size, size + multiple) if whole % multiple == 0)
+
+    group = Group("some", tuple(shapes))
+    assert {name: rule(group, ranks) for name, rule in PADDINGS.items()} == {
+        "N": up(sum(map(prod, shapes)), ranks),
+        "2N": up(sum(map(prod, shapes)), 2 * ranks),
+        "each": sum(up(prod(shape), ranks) for shape in shapes),
+        "rows": sum(up((*shape, 1)[0], ranks) * prod(shape[1:]) for shape in shapes),
+    }
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6))

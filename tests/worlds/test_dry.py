@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -284,6 +284,12 @@ def test_shapes_allocate_nothing() -> None:
     assert shapes.initial().shape == (10**12 + 10**6,)
     assert shapes.initial().dtype == np.float32
     assert (shapes.layers, shapes.n_params) == (model.layers, model.n_params)
+
+
+def test_shapes_are_those_of_a_perceptron(as_users_call_it: None) -> None:
+    """Anything else is refused, with the call and the option."""
+    with pytest.raises(TypeError, match=r"^Shapes\(model\): model must be of type MLP; got 3\.$"):
+        Shapes(cast("Any", 3))
 
 
 @pytest.mark.parametrize("rows", [0, -1, True])
