@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import zerosim
 from helpers import EVERYWHERE, OWN, options, perceptrons
+from zerosim.bands import FP16, FP32
 from zerosim.counts import Phase
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
@@ -284,6 +285,13 @@ def test_shapes_allocate_nothing() -> None:
     assert shapes.initial().shape == (10**12 + 10**6,)
     assert shapes.initial().dtype == np.float32
     assert (shapes.layers, shapes.n_params) == (model.layers, model.n_params)
+
+
+@pytest.mark.parametrize("wire", [FP16, FP32], ids=str)
+def test_summands_have_the_dtype_of_the_wire(wire: Any) -> None:
+    """Each of a ring's hops meets a chunk for each rank here, in the dtype in which sums are made."""
+    met = list(DryRing(4).summands(cast("Any", DryArray((1, 12), FP16)), wire))
+    assert [[(chunk.shape, chunk.dtype) for _, chunk in pieces] for pieces in met] == [[((1, 3), wire)]] * 4
 
 
 def test_shapes_are_those_of_a_perceptron(as_users_call_it: None) -> None:
