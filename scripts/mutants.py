@@ -52,10 +52,12 @@ CHANGED = (
 ASKED = (
     *("test_*", "checks/test_*", "lab/test_*", "records/test_*", "kernels/test_*", "util/test_*", "worlds/test_*"),
     *("report/test_consoles", "report/test_tables", "report/test_lanes", "report/test_trace"),
-    *("cli/test_main", "cli/test_errors", "cli/test_lab", "cli/test_written", "api/test_compare", "checkpoints/test_checkpoints"),
+    *("cli/test_main", "cli/test_errors", "cli/test_lab", "cli/test_written", "api/test_compare"),
+    "checkpoints/test_checkpoints",
 )
 NOT = ("test_house", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
 QUIETLY = ("-qs", "-pno:cacheprovider", "-pno:xdist", "-pno:hypothesispytest", "--assert=plain", "-Wignore")
+ON_IMPORT = "on import"  # of what runs when no test does
 Tests = dict[str, list[str]]  # by their file
 Ran = dict[str, dict[int, set[str]]]  # for each file of the source and each of its lines, the tests that run it
 SWITCHES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg", "ZEROSIM_KERNELS": "numpy"}
@@ -208,6 +210,7 @@ def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
     ran: Ran = defaultdict(lambda: defaultdict(set))
     for path in kept.values():
         took, users = json.loads(path.with_suffix(".json").read_text())
+        users[""] = [ON_IMPORT]
         seconds |= took
         data = coverage.CoverageData(str(path))
         data.read()
@@ -220,7 +223,7 @@ def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
 def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> Tests:
     """The tests that run what is changed, by file: the quickest, for so many seconds, the files soonest done first."""
     lines, files = ran[mutant.code.co_filename], defaultdict[str, list[str]](list)
-    found = set[str]().union(*(lines.get(line, ()) for line in mutant.lines))
+    found = set[str]().union(*(lines.get(line, ()) for line in mutant.lines)) - {ON_IMPORT}
     for test in sorted(found, key=lambda test: (seconds[test], test)):
         enough -= seconds[test]
         if enough >= 0:
@@ -266,6 +269,9 @@ def main() -> None:
     chosen = [file for file in files if not any(file.match(f"tests/{name}.py") for name in NOT)]
     seconds, ran = measured(chosen, options.jobs)
     made = {name: mutants(name, path, options.sample) for name, path in modules(options.only).items()}
+    for name, (some, there) in made.items():  # what runs on import alone has run before a fork is there
+        alone = {line for line, tests in ran[str(modules([name])[name])].items() if tests == {ON_IMPORT}}
+        made[name] = [each for each in some if not alone.intersection(each.lines)], there
     log = STATE / "fates.jsonl"
     known = {each["key"]: each for each in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
     left: list[tuple[Mutant, Tests]] = []

@@ -11,6 +11,7 @@ import pytest
 
 from zerosim import stages
 from zerosim.lab import suite as lab
+from zerosim.options import LossScale
 from zerosim.records import results
 from zerosim.records.files import ResultsError, write_whole, writing_whole
 from zerosim.records.results import Failure, Settings
@@ -109,6 +110,14 @@ def test_a_failure_says_where_and_both_values(rank: int, whose: str) -> None:
     """The check, the scheme, N, the step, whose it is, the quantity, what was measured and what was expected."""
     failure = Failure("as predicted", "ZeRO-1", 5, 2, rank, "bytes of grads", "7", "11")
     assert str(failure) == f"as predicted: ZeRO-1, N = 5, step 2, {whose}: bytes of grads: measured 7, expected 11"
+
+
+@pytest.mark.parametrize("asked", [{}, {"clip": 1.0}, {"loss_scale": LossScale()}, {"uneven": True}], ids=str)
+def test_steps_have_more_to_tell_where_more_was_asked_for(found: results.Results, asked: dict[str, Any]) -> None:
+    """With clipping, a loss scale or uneven batches: the steps of the first scheme of each order; here is one order."""
+    changed = msgspec.structs.replace(found, settings=msgspec.structs.replace(found.settings, **asked))
+    first = found.schemes[0]
+    assert changed.stepwise() == ([(first, step) for step in first.steps] if asked else [])
 
 
 def _truncated(content: bytes) -> bytes:
