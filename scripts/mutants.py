@@ -293,7 +293,7 @@ def main() -> None:
         if left:
             pytest.main([*QUIETLY, *map(str, chosen)], plugins=[Trials(left, seconds, options.jobs, note)])
     found = {
-        name: mutants_page.entry(there, [(each.change, known[each.key]["fate"]) for each in some])
+        name: mutants_page.entry(there, [(each.change, known[each.key]["fate"]) for each in some], options.seconds)
         for name, (some, there) in made.items()
     }
     if said := mutants_page.keep(found):

@@ -356,6 +356,11 @@ def test_a_report_begins_empty() -> None:
     assert repr(one) == (
         "Report(step 3, incomplete: a rank holds 0 B at rest and 0 B at the peak, in the other; it sends 0 B)"
     )
+    full = Report(step=4, loss=0.5, complete=True, resident={"params": 3}, peak=Peak(7, {}, "layer 2", Phase.FORWARD))
+    assert repr(full) == (
+        "Report(step 4: loss 0.500000; a rank holds 3 B at rest and 7 B at the peak, in the forward of layer 2; "
+        "it sends 0 B)"
+    )
     one.resident["params"] = 1
     one.events.append(Event(EventKind.FREE, "params", "", 1, 0, 0.0, Phase.OTHER))
     assert (other.resident, other.events) == ({}, [])

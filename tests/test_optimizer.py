@@ -14,7 +14,7 @@ from hypothesis import given
 from helpers import bits
 from zerosim import optimizer as optimizer_module
 from zerosim.bands import FP32, Array
-from zerosim.optimizer import SGD, Adam, Schedule
+from zerosim.optimizer import SGD, Adam, AdamW, ParamGroup, Schedule
 
 STEPS = 12
 BLOCK = optimizer_module._BLOCK
@@ -251,6 +251,23 @@ def test_what_adam_takes() -> None:
         [name] = options
         with pytest.raises(ValueError, match=rf"^Adam\({name}\): "):
             Adam(**cast("dict[str, Any]", options))
+
+
+# -- rates
+
+
+def test_what_has_one_dimension_does_not_decay_and_the_first_group_that_matches_counts() -> None:
+    """Each parameter has the rate and the decay of its group, or the usual of what the group leaves open."""
+    groups = (ParamGroup("layer 1$", lr=0.5), ParamGroup("layer", weight_decay=0.0), ParamGroup("head", 0.25, 0.125))
+    adam = AdamW(lr=0.0625, weight_decay=0.75, groups=groups)
+    shapes = [(7, 5), (5,), (2, 3, 5)]
+    assert {name: adam.rates(name, shapes) for name in ("layer 1", "layer 10", "head", "tail")} == {
+        "layer 1": [(0.5, 0.75), (0.5, 0.0), (0.5, 0.75)],
+        "layer 10": [(0.0625, 0.0)] * 3,
+        "head": [(0.25, 0.125), (0.25, 0.0), (0.25, 0.125)],
+        "tail": [(0.0625, 0.75), (0.0625, 0.0), (0.0625, 0.75)],
+    }
+    assert SGD(lr=0.5).rates("layer 1", shapes) == [(0.5, 0.0)] * 3
 
 
 # -- schedules

@@ -6,7 +6,7 @@ import pytest
 
 from helpers import lab_settings
 from zerosim.options import LossScale
-from zerosim.stages import DP, HSDP, ZeRO3
+from zerosim.stages import DP, HPZ, HSDP, ZeRO3
 
 ASKED: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
@@ -59,5 +59,5 @@ def test_the_order_of_a_run_is_that_of_its_parts() -> None:
     resumed = lab_settings(ranks=4, node=2, resume_at=1, resume_ranks=2)
     assert [resumed.order(row) for row in (DP, HSDP)] == [(*plain, *plain), (*groups, *plain)]
     packed = lab_settings(ranks=4, node=2, wire_params="int8")
-    assert len({packed.order(row) for row in (DP, ZeRO3, HSDP)}) == 3
+    assert len({packed.order(row) for row in (DP, ZeRO3, HPZ, HSDP)}) == 4
     assert packed.order(ZeRO3) == ZeRO3.on(4, 2).order("int8")
