@@ -221,14 +221,15 @@ def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
 
 
 def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> Tests:
-    """The tests that run what is changed, by file: the quickest, for so many seconds, the files soonest done first."""
+    """The tests that run what is changed, by file: the module's own and the quickest, for so many seconds."""
     lines, files = ran[mutant.code.co_filename], defaultdict[str, list[str]](list)
     found = set[str]().union(*(lines.get(line, ()) for line in mutant.lines)) - {ON_IMPORT}
-    for test in sorted(found, key=lambda test: (seconds[test], test)):
+    own = f"test_{mutant.module.rpartition('.')[2]}.py"
+    for test in sorted(found, key=lambda test: (own not in test, seconds[test], test)):
         enough -= seconds[test]
         if enough >= 0:
             files[_file(test)].append(test)
-    return dict(sorted(files.items(), key=lambda each: sum(map(seconds.__getitem__, each[1]))))
+    return dict(sorted(files.items(), key=lambda each: (own not in each[0], sum(map(seconds.__getitem__, each[1])))))
 
 
 def _file(test: str) -> str:
