@@ -287,6 +287,17 @@ def test_shapes_allocate_nothing() -> None:
     assert (shapes.layers, shapes.n_params) == (model.layers, model.n_params)
 
 
+@pytest.mark.parametrize(("n", "node"), [(8, 4), (6, 2), (4, 4), (12, 4), (12, 3), (15, 5)])
+def test_scattered_replicas_leave_their_node_unless_it_has_both(n: int, node: int) -> None:
+    """Where rank r is on node r mod D, all of a node's ranks send to replicas elsewhere, or none does."""
+    nodes = n // node
+    _, inner, outer = DryRing(n, scattered=True).split(node)
+    crosses = [rank % nodes != (rank - node) % n % nodes for rank in range(n)]
+    assert (outer.size, inner.size) == (nodes, node)
+    assert crosses == [outer.leaving > 0] * n
+    assert outer.leaving in (0, node)
+
+
 @pytest.mark.parametrize("wire", [FP16, FP32], ids=str)
 def test_summands_have_the_dtype_of_the_wire(wire: Any) -> None:
     """Each of a ring's hops meets a chunk for each rank here, in the dtype in which sums are made."""
