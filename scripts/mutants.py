@@ -46,16 +46,16 @@ STATE = ROOT / "build/mutants"
 CHANGED = (
     *("[!_]*", "theory/[!_]*", "worlds/local", "worlds/dry", "util/casts", "checks/[!_]*", "lab/[!_]*"),
     *("records/results", "records/files", "records/settings", "records/consistency", "records/failures"),
-    *("records/ablations", "report/tables", "report/lab_console", "cli/errors", "cli/lab", "cli/main"),
+    *("records/ablations", "report/tables", "report/lab_console", "cli/errors", "cli/main"),
 )
-# Which tests are asked: those that need no browser, no torch and no process of their own.
+# Which tests are asked: those that need no browser, no torch and no process of their own, and are quick.
 ASKED = (
     *("test_*", "checks/test_*", "lab/test_*", "records/test_*", "kernels/test_*", "util/test_*", "worlds/test_*"),
     *("report/test_consoles", "report/test_tables", "report/test_lanes", "report/test_trace"),
-    *("cli/test_main", "cli/test_errors", "cli/test_lab", "cli/test_written", "api/test_compare"),
+    *("cli/test_main", "cli/test_errors", "cli/test_written", "api/test_compare"),
     "checkpoints/test_checkpoints",
 )
-NOT = ("test_house", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
+NOT = ("test_house", "test_properties", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
 QUIETLY = ("-qs", "-pno:cacheprovider", "-pno:xdist", "-pno:hypothesispytest", "--assert=plain", "-Wignore")
 ON_IMPORT = "on import"  # of what runs when no test does
 Tests = dict[str, list[str]]  # by their file
