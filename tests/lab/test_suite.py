@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from helpers import lab_settings
+from zerosim.checks import compare
 from zerosim.lab import suite
+from zerosim.records.results import Failure
 from zerosim.stages import DP, HSDP, ZeRO3
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -65,3 +67,23 @@ def test_a_lab_says_what_it_is_at() -> None:
         "buckets of another size in one scheme",
     ]  # fmt: skip
     assert len(said) == suite.work(settings, [DP, ZeRO3])
+
+
+def test_losses_are_compared_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all rows of an order, on the lab's ranks, and what is said names the step."""
+    seen = []
+
+    def same(losses: dict[str, float], ranks: int, step: int, *how: str) -> list[Failure]:
+        if how:  # against the second account
+            return []
+        seen.append((sorted(losses), ranks, step))
+        return real({**losses, "ZeRO-3": 0.0}, ranks, step)
+
+    real = compare.same_losses
+    monkeypatch.setattr(compare, "same_losses", same)
+    failures = suite.run(lab_settings(ranks=2, widths=[2, 3]), rows=[DP, ZeRO3]).failures
+    assert seen == [(["ZeRO-3", "data parallel"], 2, step) for step in (1, 2)]
+    assert [(each.quantity, each.scheme, each.step) for each in failures] == [
+        ("loss", "ZeRO-3", 1),
+        ("loss", "ZeRO-3", 2),
+    ]
