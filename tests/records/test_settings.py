@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from helpers import lab_settings
-from zerosim.options import LossScale
+from zerosim.optimizer import Adam, AdamW, Schedule
+from zerosim.options import LossScale, Options
 from zerosim.stages import DP, HPZ, HSDP, ZeRO3
 
 ASKED: list[tuple[dict[str, Any], str]] = [
@@ -33,6 +34,21 @@ ASKED: list[tuple[dict[str, Any], str]] = [
 def test_what_was_asked_for_is_said_in_words(asked: dict[str, Any], words: str) -> None:
     """Each option that is not as usual has its words, and nothing else is said."""
     assert lab_settings(**asked).said() == words
+
+
+def test_options_are_those_that_were_asked_for() -> None:
+    """Every field that is an option is that option; decay makes it AdamW, warm-up gives it a schedule."""
+    asked: dict[str, Any] = {
+        "precision": "bf16", "wire": "bf16", "wire_params": "int8", "gather": "model", "node": 5, "capacity": 7,
+        "host_capacity": 11, "clip": 0.5, "norm_type": float("inf"), "clip_eps": 0.25, "uneven": True,
+        "loss_scale": LossScale(init=64.0), "average": "ranks", "accumulate": 2, "sync": "end", "find_unused": True,
+    }  # fmt: skip
+    options = lab_settings(**asked, weight_decay=0.125, warmup=4, steps=9).options()
+    assert {name: getattr(options, name) for name in asked} == asked
+    assert options.optimizer == AdamW(weight_decay=0.125, schedule=Schedule(warmup=4))
+    assert options.keep_reports == 9
+    assert lab_settings(warmup=4).options().optimizer == Adam(schedule=Schedule(warmup=4))
+    assert lab_settings().options() == Options(keep_reports=2)
 
 
 def test_gradients_are_reduced_under_all_rows_at_one_time() -> None:
