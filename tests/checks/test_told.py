@@ -1,10 +1,13 @@
 """What ranks tell each other, written a second time: the two accounts of a loss scale, and the norm's coefficient."""
 
+from math import inf
+
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
-from zerosim.checks.told import ScaleAccount
+from zerosim.checks.told import ScaleAccount, coefficient, measure, totals
 from zerosim.options import LossScale
 from zerosim.scaling import Scaler
 
@@ -38,3 +41,18 @@ def test_a_loss_scale_follows_torch_and_deepspeed(account: bool) -> None:
         seen.append(follower.scale)
     grown = [64.0, 64.0, 128.0]
     assert seen == [*grown, 128.0, 128.0, 64.0, 32.0, 20.0, 20.0, 20.0, 40.0, 40.0, 20.0]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_each_rank_hears_of_the_others_after_as_many_hops(weights: list[int]) -> None:
+    """Rank m's number reaches rank r with hop m - r; with nothing lost all hear the sum."""
+    n = len(weights)
+    assert totals(weights, 1.0) == [sum(weights)] * n
+    assert totals(weights, 0.5) == [sum(weights[(r + hop) % n] / 2**hop for hop in range(n)) for r in range(n)]
+
+
+def test_gradients_are_scaled_to_the_largest_norm_and_never_up() -> None:
+    """To what is asked for over what there is, with eps added to that; what is small stays."""
+    assert coefficient(np.float32(7), 2.0, 1.0) == np.float32(2) / np.float32(8)
+    assert coefficient(np.float32(0.5), 2.0, 1.0) == 1
+    assert [measure(np.array([3, -4, 0], np.float32), kind) for kind in (2, inf)] == [25, 4]

@@ -120,6 +120,25 @@ def test_steps_have_more_to_tell_where_more_was_asked_for(found: results.Results
     assert changed.stepwise() == ([(first, step) for step in first.steps] if asked else [])
 
 
+def test_a_check_that_has_compared_nothing_says_why(found: results.Results) -> None:
+    """One scheme, none that ended a step, no prediction; where something was compared there is nothing to say."""
+
+    def why(check: str, **changes: Any) -> str:
+        return msgspec.structs.replace(found, **changes).nothing_compared(check)
+
+    same, predicted = "same training", "as predicted"
+    none = [msgspec.structs.replace(each, steps=[]) for each in found.schemes]
+    unpredicted = [msgspec.structs.replace(each, prediction=None) for each in found.schemes]
+    assert [why(check) for check in (same, predicted)] == ["", ""]
+    assert why(same, differences=[]) == "no two schemes completed a step"
+    assert why(same, differences=[], schemes=found.schemes[:1]) == "there is one scheme"
+    assert why(predicted, schemes=unpredicted) == (
+        "nothing was predicted: the lab and zs.compare do, for an MLP under the lab's options"
+    )
+    assert why(predicted, schemes=none) == ""
+    assert why(predicted, schemes=none, sweep=[]) == "no step was completed; that none would be is as predicted"
+
+
 def _truncated(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
