@@ -221,11 +221,20 @@ def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
 
 
 def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> Tests:
-    """The tests that run what is changed, by file: the module's own and the quickest, for so many seconds."""
+    """The tests that run what is changed, by file, for so many seconds: the module's own, then the quickest.
+
+    Of a test that is run with several parameters one comes after one of each other, then a second.
+    """
     lines, files = ran[mutant.code.co_filename], defaultdict[str, list[str]](list)
     found = set[str]().union(*(lines.get(line, ()) for line in mutant.lines)) - {ON_IMPORT}
     own = f"test_{mutant.module.rpartition('.')[2]}.py"
-    for test in sorted(found, key=lambda test: (own not in test, seconds[test], test)):
+    several = Counter[str]()
+    order = []
+    for test in sorted(found, key=lambda test: (seconds[test], test)):
+        function = test.partition("[")[0]
+        order.append((own not in test, several[function], seconds[test], test))
+        several[function] += 1
+    for *_, test in sorted(order):
         enough -= seconds[test]
         if enough >= 0:
             files[_file(test)].append(test)
