@@ -285,3 +285,12 @@ def test_a_block_of_int8_carries_a_scale_for_each_256_numbers() -> None:
     chunk = (64 * 48 + 48) // 4
     assert theory.traffic(job)["all-gather"] == {Band.PARAMS: 2 * (4 - 1) * (chunk + 4 * -(-chunk // 256))}
     assert theory.traffic(job)["reduce-scatter"] == {Band.GRADS: (4 - 1) * 4 * chunk}
+
+
+@pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.name)
+def test_nodes_change_nothing_of_what_a_row_without_groups_holds(row: Stage) -> None:
+    """Pieces are the ranks' own in their order, and so is the padding in them; what leaves a node is apart."""
+    plain, nodes = Job(row, ONE, 4), Job(row, ONE, 4, node=2)
+    for formula in (theory.resident, theory.peak, theory.traffic, theory.padding, theory.padding_sent):
+        assert formula(plain) == formula(nodes)
+    assert theory.padding(Job(ZeRO3, ONE, 4, node=2)) == [0, 0, 0, PAD * 16]
