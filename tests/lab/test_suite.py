@@ -87,3 +87,10 @@ def test_losses_are_compared_in_every_step(monkeypatch: pytest.MonkeyPatch) -> N
         ("loss", "ZeRO-3", 1),
         ("loss", "ZeRO-3", 2),
     ]
+
+
+def test_a_lab_that_is_resumed_goes_on_with_as_many_ranks_as_were_asked_for() -> None:
+    """A step before it was saved, and one after, of which each rank there is has sent."""
+    settings = lab_settings(ranks=2, widths=[2, 3], resume_at=1, resume_ranks=3)
+    [record] = suite.run(settings, rows=[DP]).schemes
+    assert [len(moved.sent) for step in record.steps for moved in step.traffic[:1]] == [2, 3]

@@ -117,7 +117,9 @@ def test_what_fails_in_the_lab_comes_first_in_lines_of_their_own() -> None:
 def test_what_fails_is_counted(count: int, says: str) -> None:
     """One is not many; below it is what it was, and the check that holds comes after."""
     some = [failure(Check.AS_PREDICTED, f"row {step}", step) for step in range(1, 1 + count)]
-    first, *others = map(str, lab_console.verdicts(replace(lab(), failures=some), 9))
+    lines = list(lab_console.verdicts(replace(lab(), failures=some), 9))
+    assert [line.style for line in lines[1:-1]] == ["red"] * count
+    first, *others = map(str, lines)
     assert first == f"✗ as predicted FAILS: {says}"
     assert [line.split(",")[0] for line in others[:-1]] == [f"  row {step}" for step in range(1, 1 + count)]
     assert others[-1].startswith("✓ same training holds: ")
