@@ -94,3 +94,12 @@ def test_a_lab_that_is_resumed_goes_on_with_as_many_ranks_as_were_asked_for() ->
     settings = lab_settings(ranks=2, widths=[2, 3], resume_at=1, resume_ranks=3)
     [record] = suite.run(settings, rows=[DP]).schemes
     assert [len(moved.sent) for step in record.steps for moved in step.traffic[:1]] == [2, 3]
+
+
+def test_what_an_option_is_worth_is_measured_where_there_is_something_to_see() -> None:
+    """With several ranks each experiment has found something; with one there is nothing to send, nor to gather."""
+    one, several = (suite.run(lab_settings(ranks=n, widths=[2, 3]), rows=[DP]).ablations for n in (1, 2))
+    assert None not in (several.whole_model_gather, several.narrow_wire, several.int8_params)
+    assert several.whole_model_bucket
+    assert (one.whole_model_gather, one.narrow_wire, one.int8_params) == (None, None, None)
+    assert one.whole_model_bucket == {}
