@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -129,7 +129,7 @@ class Trials:
             for function in objects[mutant.code.co_filename, mutant.function]:
                 function.__code__ = mutant.code
             order = [items[test] for file in files for test in tests[file]]
-            for item, following in pairwise([*order, None]):
+            for item, following in zip(order, [*order[1:], None], strict=False):
                 signal.setitimer(signal.ITIMER_REAL, 10 + 5 * self.seconds[item.nodeid])
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if session.testsfailed:
@@ -272,7 +272,7 @@ def main() -> None:
     import jaxtyping
     import sklearn.datasets  # noqa: F401 - it cannot be loaded where there is no torch in this way
 
-    jaxtyping.install_import_hook = lambda *_: None  # type: ignore[assignment, return-value] # tests must notice, not it
+    jaxtyping.install_import_hook = lambda *_: None  # tests must notice, not it
     sys.modules["torch"] = None  # type: ignore[assignment] # what needs it is skipped
     STATE.mkdir(parents=True, exist_ok=True)
     files = dict.fromkeys(path for each in ASKED for path in sorted((ROOT / "tests").glob(f"{each}.py")))
