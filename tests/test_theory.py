@@ -290,7 +290,8 @@ def test_a_block_of_int8_carries_a_scale_for_each_256_numbers() -> None:
 @pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.name)
 def test_nodes_change_nothing_of_what_a_row_without_groups_holds(row: Stage) -> None:
     """Pieces are the ranks' own in their order, and so is the padding in them; what leaves a node is apart."""
-    plain, nodes = Job(row, ONE, 4), Job(row, ONE, 4, node=2)
+    five = (((4, 1),),)  # on four ranks three elements of padding, one with rank 2 and two with rank 3
+    plain, nodes = Job(row, five, 4), Job(row, five, 4, node=2)
     for formula in (theory.resident, theory.peak, theory.traffic, theory.padding, theory.padding_sent):
         assert formula(plain) == formula(nodes)
-    assert theory.padding(Job(ZeRO3, ONE, 4, node=2)) == [0, 0, 0, PAD * 16]
+    assert theory.padding(Job(ZeRO3, five, 4, node=2)) == [0, 0, 16, 2 * 16]
