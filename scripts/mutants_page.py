@@ -1,7 +1,7 @@
 """What becomes of a run of ``mutants.py``: the record, the verdict, and the page made from them.
 
-Owns the rules: at least 95 % of the mutants that were tried are noticed, and each of the others has a reason in
-``survivors.toml``, which has none for what did not survive. Computes nothing but shares.
+Owns the rules: of the mutants that were tried, but for those that compute the same, at least 95 % are noticed, and each
+of the others has a reason in ``survivors.toml``, which has none for what did not survive. Computes nothing but shares.
 
     python scripts/mutants_page.py     # write docs/MUTANTS.md from recorded/mutants.json again
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE, REASONS = ROOT / "recorded/mutants.json", ROOT / "docs/MUTANTS.md", ROOT / "scripts/survivors.toml"
-ENOUGH = 0.95
+ENOUGH, SAME = 0.95, "The same: "  # how a reason begins that no test could notice
 
 Modules = Mapping[str, Mapping[str, Any]]
 Reasons = Sequence[Mapping[str, Any]]  # each: why, and by module pieces of the changes that it is said of
@@ -46,6 +46,13 @@ def share(modules: Modules) -> float:
     return 1 - survived / total(modules, "tried")
 
 
+def telling(modules: Modules, reasons: Reasons) -> float:
+    """The same of those alone that do not compute the same, as the reasons have it."""
+    same = sum(len(changes) for why, changes in by_reason(modules, reasons).items() if why.startswith(SAME))
+    tried, survived = total(modules, "tried") - same, sum(len(each["survived"]) for each in modules.values()) - same
+    return 1 - survived / tried
+
+
 def total(modules: Modules, what: str) -> int:
     """A number of all modules together."""
     return sum(int(each[what]) for each in modules.values())
@@ -64,8 +71,8 @@ def by_reason(modules: Modules, reasons: Reasons) -> dict[str, list[tuple[str, s
 def wrong(modules: Modules, reasons: Reasons) -> list[str]:
     """What a run must not end with: too many survivors, one without a reason, or a reason without a survivor."""
     said = []
-    if share(modules) < ENOUGH:
-        said.append(f"only {share(modules):.1%} of the mutants were noticed; {ENOUGH:.0%} are asked for")
+    if (noticed := telling(modules, reasons)) < ENOUGH:
+        said.append(f"only {noticed:.1%} of the mutants that tell were noticed; {ENOUGH:.0%} are asked for")
     said += [f"no reason is given for {name}: {change}" for name, change in by_reason(modules, reasons)[""]]
     for reason in reasons:
         for name in reason.keys() - {"why"}:
@@ -83,10 +90,11 @@ def page(modules: Modules, reasons: Reasons) -> str:
         f"`make mutants` changes functions of the source in one place at a time, and asks the tests each time. Of "
         f"{total(modules, 'changes'):,} changes that can be made to these {len(modules)} modules, "
         f"{total(modules, 'tried'):,} were tried, drawn at random, alike each time: {share(modules):.1%} of them were "
-        f"noticed, by a test that failed or never ended. Each of the others is listed with the reason why no test "
-        f"notices it. Asked are the tests that run what is changed, but for those that need torch, a browser or "
-        f"processes: the quickest, for as many seconds as the table says. Tables, defaults and what else runs on "
-        f"import alone are not changed. The commit is that of which source and tests were read.",
+        f"noticed, by a test that failed or never ended, and {telling(modules, reasons):.1%} of those that do not "
+        f"compute the same. Each of the others is listed with the reason why no test notices it. Asked are the tests "
+        f"that run what is changed, but for those that need torch, a browser or processes: the quickest, for as many "
+        f"seconds as the table says. Tables, defaults and what else runs on import alone are not changed. The commit "
+        f"is that of which source and tests were read.",
         "",
         "| module | changes | tried | survived | noticed | seconds | commit |",
         "|---|---:|---:|---:|---:|---:|---|",

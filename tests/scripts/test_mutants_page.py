@@ -60,7 +60,8 @@ def test_survivors_need_a_reason_and_reasons_a_survivor() -> None:
         "a reason is given for what has not survived, comm: [[a ->",
     )
     [said] = mutants_page.wrong({"comm": module(["[[a -> b]]"], tried=19)}, [because])
-    assert said == "only 94.7% of the mutants were noticed; 95% are asked for"
+    assert said == "only 94.7% of the mutants that tell were noticed; 95% are asked for"
+    assert mutants_page.wrong({"comm": module(["[[a -> b]]"], tried=19)}, [because | {"why": "The same: zero."}]) == []
 
 
 def test_the_page_and_the_reasons_are_those_of_the_record() -> None:
