@@ -305,6 +305,7 @@ def main() -> None:
     found = {
         name: mutants_page.entry(there, [(each.change, known[each.key]["fate"]) for each in some], options.seconds)
         for name, (some, there) in made.items()
+        if some
     }
     if said := mutants_page.keep(found):
         sys.exit("\n".join(["mutants.py:", *said]))

@@ -17,6 +17,7 @@ from zerosim.optimizer import Adam
 from zerosim.options import Gather, Options
 from zerosim.ranks import OutOfMemory, Rank
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.stages import HSDP
 from zerosim.worlds.local import LocalRing, footprint
 
 WIDTHS = (5, 7, 3)
@@ -429,6 +430,13 @@ def test_the_memory_that_a_stage_will_need(stage: Stage, whole: int, sharded: in
     small, large = 7, 13  # chunks of 2 and 3 elements on five ranks
     states = whole * 5 * (2 + 3) + sharded * (2 + 3)
     assert footprint(stage, [small, large], 5, Options()) == 5 * (states + transient * 5 * 3)
+
+
+def test_the_memory_that_a_row_in_groups_will_need() -> None:
+    """Its states are divided by the ranks of a group, and not by all."""
+    padded = 2 * 6  # of seven elements on six ranks in groups of two
+    each = (2 + 2 + 12) * padded // 2 + (2 + 2) * padded
+    assert footprint(HSDP, [7], 6, Options(node=2)) == 6 * each
 
 
 class Counted(MLP):
