@@ -2,9 +2,12 @@
 
 import errno
 import io
+import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -79,6 +82,25 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Pa
         assert str(refused.value) == (
             f"lab(out): results go to a folder that can be written; {folder} cannot: {reason}. Name another with --out."
         )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_that_comes_while_files_are_prepared_ends_the_command_then(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept until there is something to clear away: nothing is run, nothing stays, and the handlers are back."""
+    before, make = signal.getsignal(number), tempfile.mkdtemp
+
+    def made(**where: Any) -> str:
+        signal.raise_signal(number)
+        return make(**where)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    ends = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+    with pytest.raises(ends) as ended, errors.replacing(tmp_path):
+        pytest.fail("it went on")
+    assert number == signal.SIGINT or ended.value.args == (128 + number,)
+    assert (list(tmp_path.iterdir()), signal.getsignal(number)) == ([], before)
 
 
 def test_an_empty_name_of_a_folder_is_refused() -> None:
