@@ -624,3 +624,14 @@ def test_parameters_on_the_host_need_a_group_to_be_gathered_by() -> None:
     with pytest.raises(ValueError, match="a group of one has nothing to gather"):
         row(MLP((7, 5)), 4, node=1)
     row(MLP((7, 5)), 4, node=2).step(draw(4, 1, (7, 5)))
+
+
+def test_whole_parameters_beside_states_in_groups_are_those_of_their_order() -> None:
+    """With the optimizer over all and gradients in groups they are gathered twice, and are HSDP's bit for bit."""
+    ends = []
+    for row in (HSDP, Stage("in between", Over.ALL, Over.GROUP, Over.NOBODY)):
+        scheme = row(MLP((7, 5, 3)), 6, node=2)
+        for batch in batches(6, 2, widths=(7, 5, 3)):
+            scheme.step(batch)
+        ends.append(scheme.flat(Band.PARAMS).tobytes())
+    assert ends[0] == ends[1]
