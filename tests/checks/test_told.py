@@ -12,7 +12,7 @@ from zerosim.options import LossScale
 from zerosim.scaling import Scaler
 
 RULES = st.builds(
-    LossScale, init=st.integers(-9, 30).map(lambda power: 2.0**power), growth=st.sampled_from([2.0, 3.0]),
+    LossScale, init=st.integers(-9, 127).map(lambda power: 2.0**power), growth=st.sampled_from([2.0, 3.0]),
     backoff=st.sampled_from([0.5, 0.25]), interval=st.integers(1, 4), hysteresis=st.integers(1, 3),
     least=st.sampled_from([0.0, 1.0, 64.0]), dynamic=st.sampled_from([True, True, True, False]),
 )  # fmt: skip
