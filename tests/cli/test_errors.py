@@ -93,7 +93,8 @@ def test_a_signal_that_comes_while_files_are_prepared_ends_the_command_then(
 
     def made(**where: Any) -> str:
         signal.raise_signal(number)
-        return make(**where)
+        folder: str = make(**where)
+        return folder
 
     monkeypatch.setattr(tempfile, "mkdtemp", made)
     ends = KeyboardInterrupt if number == signal.SIGINT else SystemExit
