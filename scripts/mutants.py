@@ -1,275 +1,314 @@
 """Mutation testing: change the source in one place at a time, and see whether the tests notice.
 
 Owns which tests are asked, and the run. ``mutants_made.py`` owns what is changed, ``mutants_page.py``
-what becomes of the result. The changes are mutmut's; its runner is not used, because it leaves out
-whatever is decorated or outside of functions: context managers, properties, the tables of the closed
-forms.
+what becomes of the result. Which tests run a line is measured, by coverage.py.
 
-    python scripts/mutants.py [--jobs N] [--only MODULE ...] [--state FILE] [--budget SECONDS] [--out FILE]
+    python scripts/mutants.py [--only PATTERN ...] [--sample N] [--seconds S] [--jobs N]
 
-Each mutant is the whole source with one change, imported by a process forked from one that has loaded
-everything else. Results go to the state file as they come, so that a run that was stopped goes on; what
-survived is tried again when a test has changed, what was noticed is not. Remove the file to begin anew.
+The tests are collected once. For each mutant a fork gives the function its changed code and runs the tests
+that run what is changed, the quickest first, until one fails. What was found is kept in ``build/mutants``,
+so that a run that was stopped goes on: what was noticed stays so, what survived is tried again when it would
+be asked other tests. Remove the folder to begin anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import hashlib
 import json
 import os
-import resource
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import Any
 
-if TYPE_CHECKING:
-    from mutants_made import Mutant
+import coverage
+import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = Path("src/zerosim")
-STEP = ("schemes", "options", "predictions", "memory", "traffic", "axes")  # what trains and counts
-# For each module, a folder's with a dot, the tests that are asked, the quickest to notice first.
-TESTS: dict[str, tuple[str, ...]] = {
-    "comm": ("comm", *STEP),
-    "worlds.local": ("comm", *STEP),
-    "ranks": ("ranks", *STEP),
-    "pool": ("pool", "ranks", *STEP),
-    "counts": ("ledger", *STEP),
-    "ledger": ("ledger", *STEP),
-    "theory.forms": ("theory", "predictions", "memory", "traffic", "axes"),
-    "theory.peaks": ("theory", "predictions", "memory", "axes"),
-    "optimizer": ("optimizer", "options", "schemes"),
-    "stages": ("schemes", "refusals", "options", "predictions"),
-    "schemes": (*STEP, "refusals", "properties"),
-    "buckets": STEP,
-    "gradients": ("options", *STEP, "properties"),
-    "parameters": ("options", *STEP, "properties"),
-    "updates": ("options", *STEP, "properties"),
-}
-# Unless others are named.
-MODULES = ["comm", "worlds.local", "ranks", "counts", "ledger", "theory.forms", "theory.peaks", "optimizer", "schemes"]
-QUIETLY = ["-x", "-q", "-pno:cacheprovider", "-pno:xdist", "-Wignore::pytest.PytestAssertRewriteWarning"]
-TIMEOUT = 900  # seconds for the tests without a change; with one they may take five times as long as without
-MEMORY = 8 << 30  # bytes of address space
+import mutants_page
+from mutants_made import Mutant, mutants
 
-
-def asked(module: str, root: Path) -> list[str]:
-    """The files of tests that are asked, those that there are."""
-    names = dict.fromkeys(f"tests/test_{name}.py" for name in TESTS[module])
-    return [name for name in names if (root / name).exists()]
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src/zerosim"
+STATE = ROOT / "build/mutants"
+# What is changed: the core, its closed forms, what checks it, the lab, and what that writes, prints and ends with.
+CHANGED = (
+    *("[!_]*", "theory/[!_]*", "worlds/local", "worlds/dry", "util/casts", "checks/[!_]*", "lab/[!_]*"),
+    *("records/results", "records/files", "records/settings", "records/consistency", "records/failures"),
+    *("records/ablations", "report/tables", "report/lab_console", "cli/errors", "cli/main"),
+)
+# Which tests are asked: those that need no browser, no torch and no process of their own, and are quick.
+ASKED = (
+    *("test_*", "checks/test_*", "lab/test_*", "records/test_*", "kernels/test_*", "util/test_*", "worlds/test_*"),
+    *("report/test_consoles", "report/test_tables", "report/test_lanes", "report/test_trace"),
+    *("cli/test_main", "cli/test_errors", "cli/test_written", "api/test_compare"),
+    "checkpoints/test_checkpoints",
+)
+NOT = ("test_house", "test_properties", "worlds/test_gloo", "worlds/test_torch_ring", "lab/test_load")
+QUIETLY = ("-qs", "-pno:cacheprovider", "-pno:xdist", "-pno:hypothesispytest", "--assert=plain", "-Wignore")
+ON_IMPORT = "on import"  # of what runs when no test does
+Tests = dict[str, list[str]]  # by their file
+Ran = dict[str, dict[int, set[str]]]  # for each file of the source and each of its lines, the tests that run it
+SWITCHES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg", "ZEROSIM_KERNELS": "numpy"}
 
 
-def path_of(module: str) -> Path:
-    """Where a module is in the tree."""
-    return PACKAGE / f"{module.replace('.', '/')}.py"
+class Watch:
+    """A plugin of pytest: what each test and each shared fixture runs, as if nothing were cached, and for how long."""
+
+    def __init__(self, into: Path) -> None:
+        self.into = into
+        self.coverage = coverage.Coverage(data_file=str(into), include=[f"{SOURCE}/*"], config_file=False)
+        self.seconds: dict[str, float] = {}
+        self.users: dict[str, list[str]] = defaultdict(list)  # of a fixture, the tests
+        self.test, self.failed = "", set[str]()
+        self.coverage.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, Any, Any]:
+        forget()
+        self.test, started = item.nodeid, time.perf_counter()
+        self.coverage.switch_context(self.test)
+        done = yield
+        self.coverage.switch_context("")
+        if item.nodeid not in self.failed:
+            self.seconds[item.nodeid] = round(time.perf_counter() - started, 3)
+            for name in item.fixturenames:
+                self.users[name].append(item.nodeid)
+        return done
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        if fixturedef.scope != "function":
+            self.coverage.switch_context(fixturedef.argname)
+        made = yield
+        self.coverage.switch_context(self.test)
+        return made
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed |= {report.nodeid} if report.failed else set()
+
+    def pytest_sessionfinish(self) -> None:
+        self.coverage.stop()
+        self.coverage.save()
+        self.into.with_suffix(".json").write_text(json.dumps([self.seconds, self.users]))
 
 
-def state_of(module: str) -> str:
-    """A digest of all that a mutant's survival depends on besides itself. One that was noticed stays noticed."""
-    digest = hashlib.sha256()
-    shared = [ROOT / "tests/helpers.py", ROOT / "tests/conftest.py"]
-    for path in [*sorted((ROOT / PACKAGE).rglob("*.py")), *(ROOT / name for name in asked(module, ROOT)), *shared]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+class Trials:
+    """A plugin of pytest: of the tests that it has collected those are run that mutants are to be asked, in forks."""
+
+    def __init__(
+        self,
+        asked: Sequence[tuple[Mutant, Tests]],
+        seconds: Mapping[str, float],
+        jobs: int,
+        note: Callable[[Mutant, Tests, str], None],
+    ) -> None:
+        self.asked, self.seconds, self.jobs, self.note = asked, seconds, jobs, note
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        objects: dict[tuple[str, str], list[FunctionType]] = defaultdict(list)
+        for each in gc.get_objects():
+            if type(each) is FunctionType:
+                objects[each.__code__.co_filename, each.__code__.co_qualname].append(each)
+        noticing: dict[str, Counter[str]] = defaultdict(Counter)  # of each module, what noticed most is asked first
+
+        def ask(mutant: Mutant, tests: Tests, files: Sequence[str]) -> int:
+            forget()
+            for function in objects[mutant.code.co_filename, mutant.function]:
+                function.__code__ = mutant.code
+            order = [items[test] for file in files for test in tests[file]]
+            for item, following in zip(order, [*order[1:], None], strict=False):
+                signal.setitimer(signal.ITIMER_REAL, 10 + 5 * self.seconds[item.nodeid])
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.testsfailed:
+                    return 1 + files.index(_file(item.nodeid))
+            return 0
+
+        def trials() -> Iterator[tuple[Any, int]]:
+            for mutant, tests in self.asked:
+                files = sorted(tests, key=lambda file: -noticing[mutant.module][file])
+                yield (mutant, tests, files), forked(functools.partial(ask, mutant, tests, files))
+
+        for (mutant, tests, files), code in ended(trials(), self.jobs):
+            if code > 0:
+                noticing[mutant.module][files[code - 1]] += 1
+            self.note(mutant, tests, {0: "survived", -signal.SIGALRM: "timeout"}.get(code, "killed"))
+        return True
 
 
-def worker(folder: Path) -> None:
-    """Try mutants, one JSON line each on standard input, and answer each with its fate on standard output."""
-    _load_everything_else()
-    os.chdir(folder)
-    sys.path[:0] = [str(folder / "src"), str(folder / "scripts")]
-    for line in sys.stdin:
-        task = json.loads(line)
-        path = folder / path_of(task["module"])
-        original = path.read_text()
-        path.write_text(task["source"])
-        started = time.monotonic()
-        fate = _fate(asked(task["module"], folder), task["limit"])
-        path.write_text(original)
-        print(json.dumps({"fate": fate, "seconds": round(time.monotonic() - started, 2)}), flush=True)
+def forget() -> None:
+    """Empty every cache of a function's results."""
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper:
+            each.cache_clear()
 
 
-def _load_everything_else() -> None:
-    """Whatever takes time to import, so that a forked child has only this package to load; and no shape checks."""
-    import hypothesis.strategies  # noqa: F401
-    import jaxtyping
-    import ml_dtypes  # noqa: F401
-    import msgspec  # noqa: F401
-    import numpy as np
-    import psutil  # noqa: F401
-    import pytest  # noqa: F401
-
-    np.ones(3) @ np.ones(3)
-    jaxtyping.install_import_hook = lambda *_: None
-    sys.dont_write_bytecode = True
-
-
-def _fate(tests: Sequence[str], limit: float) -> str:
-    """Run the tests in a fork: "killed", "survived", or, after so many seconds, "timeout"."""
-    child = os.fork()
-    if not child:
-        _tested(tests)
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
-        time.sleep(0.005)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
-
-
-def _tested(tests: Sequence[str]) -> None:
-    """In the child: run the tests until the first that fails; the exit code is pytest's. Never returns."""
+def forked(run: Callable[[], int]) -> int:
+    """Run in a fork, of which this is the process id; its exit code is what the function returns."""
+    if child := os.fork():
+        return child
     os.setpgid(0, 0)
-    silence = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
-        os.dup2(silence, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        os.dup2(log, stream)
+    code = 1
     try:
-        import pytest
-
-        code = int(pytest.main([*QUIETLY, *tests]))
+        code = run()
     except BaseException:  # noqa: BLE001 - whatever it is, it is noticed
         traceback.print_exc()
-        code = 1
     sys.stdout.flush()
     os._exit(code)
 
 
-class Crew:
-    """Workers, each with a copy of the tree of its own."""
+def ended(tasks: Iterable[tuple[Any, int]], jobs: int) -> Iterator[tuple[Any, int]]:
+    """The exit codes of forks, as they end, of which so many run at a time."""
+    running: dict[int, Any] = {}
 
-    def __init__(self, jobs: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-        self.workers = []
-        for number in range(jobs):
-            folder = Path(self._folder.name) / str(number)
-            for name in ("src", "tests", "scripts", "recorded", "docs", "benchmarks"):
-                if (ROOT / name).exists():
-                    shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("Makefile")):
-                shutil.copy(path, folder)
-            paths = [str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = environment | {"PYTHONPATH": os.pathsep.join(paths)}
-            command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(folder)]
-            self.workers.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-            )
+    def end() -> tuple[Any, int]:
+        child, status = os.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it has started
+        return running.pop(child), os.waitstatus_to_exitcode(status)
 
-    def __enter__(self) -> Crew:
-        return self
+    for task, child in tasks:
+        running[child] = task
+        if len(running) == jobs:
+            yield end()
+    while running:
+        yield end()
 
-    def __exit__(self, *_: object) -> None:
-        for each in self.workers:
-            each.kill()
-            each.wait()
-        self._folder.cleanup()
 
-    def all(
-        self, tasks: Sequence[Mutant], limits: Mapping[str, float], until: float
-    ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-        """The fate of each mutant, in no particular order; those that are not reached in time are left out."""
-        import selectors
+def measured(files: Sequence[Path], jobs: int) -> tuple[dict[str, float], Ran]:
+    """The seconds of each test, and what it runs; for a file of tests that was measured before, from what was kept."""
+    shared = hashlib.sha256()
+    helpers = (*sorted((ROOT / "tests").rglob("[!t]*.py")), *(ROOT / "tests").glob("*/*.toml"))
+    for path in (*sorted(SOURCE.rglob("*.py")), *helpers):
+        shared.update(path.read_bytes())
+    names = {file: hashlib.sha256(shared.digest() + file.read_bytes()).hexdigest() for file in files}
+    kept = {file: STATE / f"{file.stem}-{name[:16]}" for file, name in names.items()}
+    new = [file for file in files if not kept[file].with_suffix(".json").exists()]
 
-        waiting = [(task, limits.get(task.module, TIMEOUT)) for task in reversed(tasks)]
-        busy: dict[int, Mutant] = {}
-        with selectors.DefaultSelector() as ready:
-            for each in self.workers:
-                ready.register(each.stdout, selectors.EVENT_READ, each)  # type: ignore[arg-type]
-                self._give(each, waiting, busy, until)
-            while busy:
-                for key, _ in ready.select():
-                    answer = json.loads(key.data.stdout.readline())
-                    yield busy.pop(key.data.pid), answer
-                    self._give(key.data, waiting, busy, until)
+    def measure(file: Path) -> int:
+        return int(pytest.main([*QUIETLY, str(file)], plugins=[Watch(kept[file])]))
 
-    def _give(self, to: Any, waiting: list[tuple[Mutant, float]], busy: dict[int, Mutant], until: float) -> None:
-        if waiting and time.monotonic() < until:
-            task, limit = waiting.pop()
-            busy[to.pid] = task
-            to.stdin.write(json.dumps({"module": task.module, "source": task.source, "limit": limit}) + "\n")
-            to.stdin.flush()
+    for file, _ in ended(((file, forked(functools.partial(measure, file))) for file in new), jobs):
+        count = len(json.loads(kept[file].with_suffix(".json").read_text())[0])
+        print(f"{file.relative_to(ROOT)}: {count} tests that pass while they are measured", flush=True)
+    seconds: dict[str, float] = {}
+    ran: Ran = defaultdict(lambda: defaultdict(set))
+    for path in kept.values():
+        took, users = json.loads(path.with_suffix(".json").read_text())
+        users[""] = [ON_IMPORT]
+        seconds |= took
+        data = coverage.CoverageData(str(path))
+        data.read()
+        for name in data.measured_files():
+            for line, contexts in data.contexts_by_lineno(name).items():
+                ran[name][line].update(*([each] if each in took else users.get(each, ()) for each in contexts))
+    return seconds, ran
+
+
+def asked(mutant: Mutant, seconds: Mapping[str, float], ran: Ran, enough: float) -> Tests:
+    """The tests that run what is changed, by file, for so many seconds: the module's own, then the quickest.
+
+    Of a test that is run with several parameters one comes after one of each other, then a second.
+    """
+    lines, files = ran[mutant.code.co_filename], defaultdict[str, list[str]](list)
+    found = set[str]().union(*(lines.get(line, ()) for line in mutant.lines)) - {ON_IMPORT}
+    own = f"test_{mutant.module.rpartition('.')[2]}.py"
+    several = Counter[str]()
+    order = []
+    for test in sorted(found, key=lambda test: (seconds[test], test)):
+        function = test.partition("[")[0]
+        order.append((own not in test, several[function], seconds[test], test))
+        several[function] += 1
+    for *_, test in sorted(order):
+        enough -= seconds[test]
+        if enough >= 0:
+            files[_file(test)].append(test)
+    return dict(sorted(files.items(), key=lambda each: (own not in each[0], sum(map(seconds.__getitem__, each[1])))))
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def modules(patterns: Sequence[str]) -> dict[str, Path]:
+    """What is changed, by name, of which a pattern speaks."""
+    paths = dict.fromkeys(path for each in CHANGED for path in sorted(SOURCE.glob(f"{each}.py")))
+    names = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in paths}
+    return {name: path for name, path in names.items() if any(fnmatch(name, pattern) for pattern in patterns)}
 
 
 def main() -> None:
     """Parse, run, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", nargs="*", choices=TESTS, default=MODULES, help="default: %(default)s")
-    parser.add_argument("--state", type=Path, default=ROOT / "build/mutants.jsonl", help="where results are kept")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no mutant is started")
-    parser.add_argument("--out", type=Path, default=None, help="also write the record there")
-    parser.add_argument("--sample", type=int, default=1, help="try every so many-th mutant only; nothing is recorded")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", default=["*"], help="modules, such as 'checks.*'; default: all")
+    parser.add_argument(
+        "--sample", type=int, help="so many mutants of each module, drawn alike each time; default: all"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="of tests that one is asked; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time; default: %(default)s")
     options = parser.parse_args()
-    if options.worker:
-        worker(options.worker)
-        return
-    import mutants_page
-    from mutants_made import Mutant
+    os.environ |= SWITCHES
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT / "src")]
+    import jaxtyping
+    import sklearn.datasets  # noqa: F401 - it cannot be loaded where there is no torch in this way
 
-    until = time.monotonic() + options.budget
-    sources = {name: path.read_text() for name in options.only if (path := ROOT / path_of(name)).exists()}
-    states = {name: state_of(name) for name in sources}
-    with ProcessPoolExecutor(min(options.jobs, len(sources))) as pool:
-        tasks = [each for made in pool.map(_made, sources.items()) for each in made][:: options.sample]
-    known = _known(options.state)
-    fates = {}
-    for each in tasks:
-        fate, state = known.get(each.key, ("", ""))
-        if fate and (fate != "survived" or state == states[each.module]):
-            fates[each.key] = fate
-    left = [each for each in tasks if each.key not in fates]
-    print(f"{len(tasks)} mutants, of which {len(left)} to be tried, {options.jobs} at a time", flush=True)
-    with Crew(options.jobs) as crew, options.state.open("a") as log:
-        intact = [Mutant(name, "", 0, "", "", source) for name, source in sources.items()]
-        limits: dict[str, float] = {}
-        for each, answer in crew.all(intact if left else [], {}, until):
-            limits[each.module] = 10 + 5 * answer["seconds"]
-            print(f"{each.module}: {answer['seconds']} s for all its tests", flush=True)
-            if answer["fate"] != "survived":
-                sys.exit(f"mutants.py: the tests of {each.module} fail without any change; nothing was tried.")
-        for number, (each, answer) in enumerate(crew.all(left, limits, until), start=1):
-            fates[each.key] = answer["fate"]
-            log.write(json.dumps({"key": each.key, "state": states[each.module], **answer}) + "\n")
-            log.flush()
-            if answer["fate"] == "survived":
-                print(f"survived: {each.module}, line {each.line}: {mutants_page.change(asdict(each))}", flush=True)
-            elif number % 100 == 0:
-                print(f"{number} of {len(left)}", flush=True)
-    record = mutants_page.record([(asdict(each), fates[each.key]) for each in tasks if each.key in fates])
-    if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-    if missing := len(tasks) - len(fates):
-        sys.exit(f"mutants.py: {missing} mutants were not reached; run it again to go on.")
-    sys.exit(mutants_page.judge(mutants_page.beside_others(record), keep=options.sample == 1))
+    jaxtyping.install_import_hook = lambda *_: None  # tests must notice, not it
+    sys.modules["torch"] = None  # type: ignore[assignment] # what needs it is skipped
+    STATE.mkdir(parents=True, exist_ok=True)
+    files = dict.fromkeys(path for each in ASKED for path in sorted((ROOT / "tests").glob(f"{each}.py")))
+    chosen = [file for file in files if not any(file.match(f"tests/{name}.py") for name in NOT)]
+    seconds, ran = measured(chosen, options.jobs)
+    made = {name: mutants(name, path, options.sample) for name, path in modules(options.only).items()}
+    for name, (some, there) in made.items():  # what runs on import alone has run before a fork is there
+        alone = {line for line, tests in ran[str(modules([name])[name])].items() if tests == {ON_IMPORT}}
+        made[name] = [each for each in some if not alone.intersection(each.lines)], there
+    log = STATE / "fates.jsonl"
+    known = {each["key"]: each for each in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    left: list[tuple[Mutant, Tests]] = []
+    for mutant in filter(None, chain(*zip_longest(*(some for some, _ in made.values())))):  # a few of all, then more
+        tests = asked(mutant, seconds, ran, options.seconds)
+        before = known.get(mutant.key, {"fate": "survived", "asked": ""})
+        if before["fate"] == "survived" and before["asked"] != _digest(*sorted(chain(*tests.values()))):
+            left.append((mutant, tests))
+    print(f"{sum(len(some) for some, _ in made.values())} mutants, of which {len(left)} to be tried", flush=True)
+    with log.open("a") as into, tempfile.TemporaryDirectory() as folder:
 
+        def note(mutant: Mutant, tests: Tests, fate: str) -> None:
+            known[mutant.key] = {"key": mutant.key, "asked": _digest(*sorted(chain(*tests.values()))), "fate": fate}
+            print(json.dumps(known[mutant.key]), file=into, flush=True)
+            if fate == "survived":
+                print(f"survived: {mutant.module}: {mutant.change}", flush=True)
 
-def _made(module: tuple[str, str]) -> list[Mutant]:
-    from mutants_made import mutants
-
-    return mutants(*module)
-
-
-def _known(state: Path) -> dict[str, tuple[str, str]]:
-    """The fates in a state file, by mutant, each with the state of everything else when it was found."""
-    state.parent.mkdir(parents=True, exist_ok=True)
-    entries = map(json.loads, state.read_text().splitlines()) if state.exists() else ()
-    return {entry["key"]: (entry["fate"], entry["state"]) for entry in entries}
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        if left:
+            pytest.main([*QUIETLY, *map(str, chosen)], plugins=[Trials(left, seconds, options.jobs, note)])
+    found = {
+        name: mutants_page.entry(there, [(each.change, known[each.key]["fate"]) for each in some], options.seconds)
+        for name, (some, there) in made.items()
+        if some
+    }
+    if said := mutants_page.keep(found):
+        sys.exit("\n".join(["mutants.py:", *said]))
 
 
 if __name__ == "__main__":

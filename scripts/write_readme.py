@@ -134,8 +134,8 @@ def mutants() -> dict[str, Any] | None:
     path = ROOT / "recorded" / "mutants.json"
     if not path.exists():
         return None
-    fates = list(json.loads(path.read_text())["modules"].values())
-    tried, survived = sum(sum(each.values()) for each in fates), sum(each["survived"] for each in fates)
+    modules = json.loads(path.read_text()).values()
+    tried, survived = sum(each["tried"] for each in modules), sum(len(each["survived"]) for each in modules)
     return {"tried": tried, "killed": tried - survived}
 
 

@@ -497,6 +497,19 @@ def test_every_bucket_is_padded_to_a_multiple_of_all_ranks(row: Stage, padding: 
     assert scheme.flat(Band.PARAMS).tobytes() == MLP((7, 5, 3)).initial().astype(np.float16).tobytes()
 
 
+@each_row
+def test_parameters_that_are_cut_by_rows_are_cut_among_the_ranks_of_a_group(row: Stage) -> None:
+    """Where states are sharded over a group: each parameter to a multiple of its ranks, and the whole to one of all."""
+
+    def up(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    cut = 2 if row.two_axes else 6
+    scheme = row(MLP((7, 5, 3)), 6, node=2, padding="rows")
+    sizes = [up(up(7, cut) * 5 + up(5, cut), 6), up(up(5, cut) * 3 + up(3, cut), 6)]
+    assert [bucket.padded for bucket in scheme.buckets] == sizes
+
+
 # -- memory that runs out
 
 
@@ -611,3 +624,14 @@ def test_parameters_on_the_host_need_a_group_to_be_gathered_by() -> None:
     with pytest.raises(ValueError, match="a group of one has nothing to gather"):
         row(MLP((7, 5)), 4, node=1)
     row(MLP((7, 5)), 4, node=2).step(draw(4, 1, (7, 5)))
+
+
+def test_whole_parameters_beside_states_in_groups_are_those_of_their_order() -> None:
+    """With the optimizer over all and gradients in groups they are gathered twice, and are HSDP's bit for bit."""
+    ends = []
+    for row in (HSDP, Stage("in between", Over.ALL, Over.GROUP, Over.NOBODY)):
+        scheme = row(MLP((7, 5, 3)), 6, node=2)
+        for batch in batches(6, 2, widths=(7, 5, 3)):
+            scheme.step(batch)
+        ends.append(scheme.flat(Band.PARAMS).tobytes())
+    assert ends[0] == ends[1]

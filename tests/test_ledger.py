@@ -291,10 +291,12 @@ def test_sent_accumulates_over_the_run() -> None:
 
 
 def test_counts_of_bytes_are_integers_of_64_bits() -> None:
-    """What a collective moved is counted per rank in int64, padding too."""
+    """What a collective moved is counted per rank in int64, padding and what left the node too."""
     traffic = Traffic(3)
     traffic.hop(2**40, 2**41, np.array([0, 1, 2]))
-    assert [each.dtype for each in (traffic.sent, traffic.received, traffic.padding)] == [np.int64] * 3
+    assert [each.dtype for each in (traffic.sent, traffic.received)] == [np.int64] * 2
+    assert [each.dtype for each in (traffic.padding, traffic.outside)] == [np.int64] * 2
+    assert (traffic.outside.tolist(), traffic.node_outside) == ([0] * 3, 0)
     assert (traffic.sent.tolist(), traffic.received.tolist()) == ([2**40] * 3, [2**41] * 3)
 
 
@@ -348,7 +350,17 @@ def test_a_report_begins_empty() -> None:
     one, other = Report(step=3), Report(step=4)
     assert (one.step, one.complete, one.peak, one.peak_without_activations) == (3, False, Peak(), Peak())
     assert (one.resident, one.padding, one.traffic, one.flops, one.seconds, one.events) == ({}, [], {}, {}, {}, [])
-    assert np.isnan(one.loss)
+    assert (one.losses, one.norm, one.scale, one.skipped) == ([], None, 1.0, False)
+    assert (one.host, one.host_peak, one.copies) == ({}, Peak(), {})
+    assert np.isnan([one.loss, one.mean_of_means]).all()
+    assert repr(one) == (
+        "Report(step 3, incomplete: a rank holds 0 B at rest and 0 B at the peak, in the other; it sends 0 B)"
+    )
+    full = Report(step=4, loss=0.5, complete=True, resident={"params": 3}, peak=Peak(7, {}, "layer 2", Phase.FORWARD))
+    assert repr(full) == (
+        "Report(step 4: loss 0.500000; a rank holds 3 B at rest and 7 B at the peak, in the forward of layer 2; "
+        "it sends 0 B)"
+    )
     one.resident["params"] = 1
     one.events.append(Event(EventKind.FREE, "params", "", 1, 0, 0.0, Phase.OTHER))
     assert (other.resident, other.events) == ({}, [])

@@ -171,6 +171,7 @@ def test_a_card_of_the_resident_bytes_holds_the_states_alone(case: Case) -> None
     assert case.scheme(capacity=resident_of(case)).ledger.total == resident_of(case)
     with pytest.raises(OutOfMemory) as failure:
         case.scheme(capacity=resident_of(case) - 1)
+    assert failure.value.unit == case.scheme().buckets[-1].name
     assert sum(failure.value.held.values()) + failure.value.asked == resident_of(case)
     assert failure.value.band in MODEL_STATES
 

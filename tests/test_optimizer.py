@@ -1,17 +1,20 @@
 """Adam: the published rule, its fp32 bits, and that a slice does not know its neighbours."""
 
 import tracemalloc
-from math import inf
+from itertools import pairwise
+from math import cos, inf, pi
 from typing import Any, cast
 
+import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
 
 from helpers import bits
 from zerosim import optimizer as optimizer_module
 from zerosim.bands import FP32, Array
-from zerosim.optimizer import SGD, Adam
+from zerosim.optimizer import SGD, Adam, AdamW, ParamGroup, Schedule
 
 STEPS = 12
 BLOCK = optimizer_module._BLOCK
@@ -248,3 +251,63 @@ def test_what_adam_takes() -> None:
         [name] = options
         with pytest.raises(ValueError, match=rf"^Adam\({name}\): "):
             Adam(**cast("dict[str, Any]", options))
+
+
+# -- rates
+
+
+def test_what_has_one_dimension_does_not_decay_and_the_first_group_that_matches_counts() -> None:
+    """Each parameter has the rate and the decay of its group, or the usual of what the group leaves open."""
+    groups = (ParamGroup("layer 1$", lr=0.5), ParamGroup("layer", weight_decay=0.0), ParamGroup("head", 0.25, 0.125))
+    adam = AdamW(lr=0.0625, weight_decay=0.75, groups=groups)
+    shapes = [(7, 5), (5,), (2, 3, 5)]
+    assert {name: adam.rates(name, shapes) for name in ("layer 1", "layer 10", "head", "tail")} == {
+        "layer 1": [(0.5, 0.75), (0.5, 0.0), (0.5, 0.75)],
+        "layer 10": [(0.0625, 0.0)] * 3,
+        "head": [(0.25, 0.125), (0.25, 0.0), (0.25, 0.125)],
+        "tail": [(0.0625, 0.75), (0.0625, 0.0), (0.0625, 0.75)],
+    }
+    assert SGD(lr=0.5).rates("layer 1", shapes) == [(0.5, 0.0)] * 3
+
+
+# -- schedules
+
+
+@given(
+    st.sampled_from(["linear", "cosine"]), st.integers(0, 9), st.integers(1, 9).map(lambda half: 2 * half),
+    st.floats(0, 0.9),
+)  # fmt: skip
+def test_a_schedule_rises_to_the_rate_and_falls_to_its_floor(kind: str, warmup: int, span: int, floor: float) -> None:
+    """From 0 to 1 in equal steps, then down: halfway after half of the steps, and at the floor from the end on."""
+    factor = Schedule(warmup, warmup + span, kind, floor).factor
+    assert [factor(done) for done in range(warmup)] == [done / warmup for done in range(warmup)]
+    falling = [factor(warmup + done) for done in range(span + 1)]
+    assert falling[0] == 1
+    assert falling[span // 2] == pytest.approx((1 + floor) / 2)
+    assert [falling[-1], factor(warmup + span + 5)] == pytest.approx([floor, floor], abs=1e-15)
+    assert all(later < before for before, later in pairwise(falling))
+    shares = [done / span if kind == "linear" else (1 - cos(pi * done / span)) / 2 for done in range(span + 1)]
+    assert falling == pytest.approx([1 - share * (1 - floor) for share in shares])
+
+
+def test_a_constant_schedule_stays_at_the_rate() -> None:
+    """After its warm-up the rate is what was asked for, whatever the number of steps."""
+    assert [Schedule(2).factor(done) for done in range(4)] == [0, 0.5, 1, 1]
+    assert [Schedule(2, total=3).factor(done) for done in range(5)] == [0, 0.5, 1, 1, 1]
+    assert Schedule().factor(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"kind": "linear"}, r"Schedule\(total\): a linear schedule ends after its warm-up; got None"),
+        ({"kind": "cosine", "warmup": 3, "total": 3}, r"Schedule\(total\): a cosine schedule .*; got 3"),
+        ({"kind": "step"}, r"Schedule\(kind\): kind is one of constant, linear, cosine"),
+        ({"counts": "epochs"}, r"Schedule\(counts\): counts is one of updates, steps"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(asked: dict[str, Any], says: str) -> None:
+    """What falls has to end after its warm-up, and there is no kind but those that are listed."""
+    with pytest.raises(ValueError, match=says):
+        Schedule(**asked)
+    Schedule(3, 4, "cosine")

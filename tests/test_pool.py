@@ -49,9 +49,13 @@ def test_another_shape_comes_to_the_same_memory() -> None:
     """An array that is smaller by less than the slack lies in the block of the one before; a much smaller does not."""
     made = Made()
     pool = Pool(made, exact=False)
-    pool.give(pool.take((5, 40_009), FP32))
+    first = pool.take((5, 40_009), FP32)
+    start, end = byte_bounds(first)
+    pool.give(first)
     for shape, dtype in (((5, 40_009), FP16), ((7, 20_011), FP32), ((40_009 * 5 // SLACK + PAGE,), FP32)):
-        pool.give(pool.take(shape, dtype))
+        array = pool.take(shape, dtype)
+        assert (byte_bounds(array)[0], byte_bounds(array)[1] <= end) == (start, True)
+        pool.give(array)
     assert len(made.nbytes) == 1
     pool.take((11,), FP32)
     assert made.nbytes[1:] == [44]

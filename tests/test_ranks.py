@@ -400,3 +400,19 @@ def test_scratch_belongs_to_nobody_at_first() -> None:
     with ranks.ledger.step() as report:
         Workspace(ranks, Band.ACTIVATIONS).hold(3)
     assert [event.unit for event in report.events] == [""]
+
+
+def test_a_workspace_frees_what_was_held_since_a_moment() -> None:
+    """All of its band that was allocated since and is still held, but what is to be kept; nothing else's."""
+    ranks = make()
+    work = Workspace(ranks, Band.ACTIVATIONS)
+    before = work.hold(2)
+    work.free(work.hold(3))
+    mark = work.mark()
+    master = ranks.hold(Band.MASTER, (5,))
+    _, kept, freed = work.hold(7), work.hold(11), work.hold(13)
+    work.free(freed)
+    work.free_since(mark, keep=[kept])
+    assert [id(array) for _, _, array in ranks.live()] == [id(array) for array in (before, master, kept)]
+    work.free_since(work.mark(), keep=[])
+    assert [array is kept for array in ranks.since(mark, Band.ACTIVATIONS)] == [True]

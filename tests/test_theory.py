@@ -277,3 +277,21 @@ def test_a_layer_at_a_time_is_what_is_usual() -> None:
     at_once = Job(ZeRO3, buckets, 3, 2, gather="model")
     assert usual == named
     assert theory.peak(usual) == theory.peak(named) != theory.peak(at_once)
+
+
+def test_a_block_of_int8_carries_a_scale_for_each_256_numbers() -> None:
+    """ZeRO-3 gathers twice, and a block is a byte for each number and an fp32 for each 256 or what is left."""
+    job = theory.Job(ZeRO3, (((64, 48),),), 4, 2, wire_params="int8")
+    chunk = (64 * 48 + 48) // 4
+    assert theory.traffic(job)["all-gather"] == {Band.PARAMS: 2 * (4 - 1) * (chunk + 4 * -(-chunk // 256))}
+    assert theory.traffic(job)["reduce-scatter"] == {Band.GRADS: (4 - 1) * 4 * chunk}
+
+
+@pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.name)
+def test_nodes_change_nothing_of_what_a_row_without_groups_holds(row: Stage) -> None:
+    """Pieces are the ranks' own in their order, and so is the padding in them; what leaves a node is apart."""
+    five = (((4, 1),),)  # on four ranks three elements of padding, one with rank 2 and two with rank 3
+    plain, nodes = Job(row, five, 4), Job(row, five, 4, node=2)
+    for formula in (theory.resident, theory.peak, theory.traffic, theory.padding, theory.padding_sent):
+        assert formula(plain) == formula(nodes)
+    assert theory.padding(Job(ZeRO3, five, 4, node=2)) == [0, 0, 16, 2 * 16]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,9 +19,10 @@ import zerosim.parameters
 from helpers import batches
 from zerosim.checks import allocations
 from zerosim.lab import suite
+from zerosim.options import Options
 from zerosim.parameters import Parameters
 from zerosim.pool import Pool
-from zerosim.records.results import Failure, Settings
+from zerosim.records.results import Check, Failure, Settings
 from zerosim.stages import DP, Stage, ZeRO2, ZeRO3
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -127,9 +128,25 @@ def test_what_is_kept_is_found_wherever_it_is(place: str, kept: str, monkeypatch
     forget()
     assert failures, place
     first = failures[0]
-    assert (first.scheme, first.ranks, first.step) == ("ZeRO-3", RANKS, 2)
+    assert (first.check, first.scheme, first.ranks, first.step) == (Check.AS_PREDICTED, "ZeRO-3", RANKS, 2)
+    assert (first.rank, first.expected) == (-1, "0")
     assert first.quantity.startswith("bytes outside the ledger, made at parameters.py:1, ")
     assert int(first.measured.replace(",", "")) >= RANKS * (48 * 16 + 16) * 4
+
+
+def test_the_account_is_of_a_run_under_the_settings_without_a_limit() -> None:
+    """Precision, batch and ranks are the lab's; a card that is too small has been said to be so elsewhere."""
+
+    class Made(Exception):
+        pass
+
+    def row(model: object, ranks: int, options: Options, **_: object) -> None:
+        raise Made(ranks, options)
+
+    settings = replace(SETTINGS, precision="bf16", capacity=1, host_capacity=1)
+    with pytest.raises(Made) as made:
+        allocations.run(cast("Stage", row), settings, RANKS, [])
+    assert made.value.args == (RANKS, replace(settings, capacity=None, host_capacity=None).options())
 
 
 def test_a_pool_that_piles_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What the lab writes: all of it or nothing, what was found and nothing else, whatever comes in between."""
 
+import ast
 import errno
 import fcntl
 import os
@@ -214,3 +215,11 @@ def test_a_record_that_is_not_the_run_s_is_a_failure(change: str, monkeypatch: p
     failures = suite.run(lab_settings()).failures
     assert {each.scheme for each in failures} == {"data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
     assert all(each.quantity.endswith(", as recorded") for each in failures)
+    for each in failures:
+        if change == "loss":
+            assert float(each.measured.strip("'")) == round(float(each.expected.strip("'")), 6)
+        elif change == "sent":
+            assert 2 * int(each.measured) == int(each.expected)
+        else:
+            halves, wholes = (ast.literal_eval(text)["params"] for text in (each.measured, each.expected))
+            assert halves == wholes // 2

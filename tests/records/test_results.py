@@ -12,9 +12,10 @@ import pytest
 
 from zerosim import stages
 from zerosim.lab import suite as lab
+from zerosim.options import LossScale
 from zerosim.records import results
-from zerosim.records.files import ResultsError, write_whole
-from zerosim.records.results import Settings
+from zerosim.records.files import ResultsError, write_whole, writing_whole
+from zerosim.records.results import Failure, Settings
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -77,6 +78,66 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     with pytest.raises(OSError, match="disk full"):
         results.save(found, path)
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("results.json", b"old")]
+
+
+def test_a_file_is_written_beside_the_one_that_it_replaces(tmp_path: Path) -> None:
+    """Its parts lie in the same folder, as a file cannot be moved at once from elsewhere, and none stays there."""
+    with writing_whole(tmp_path / "results.json") as file:
+        [part] = tmp_path.iterdir()
+        assert part.name.startswith(".results.json.")
+        file.write(b"new")
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("results.json", b"new")]
+
+
+def test_a_file_can_be_read_by_people(found: results.Results) -> None:
+    """A field has a line of its own, and the last line ends."""
+    lines = results.encode(found).splitlines(keepends=True)
+    assert lines[0] == b"{\n"
+    assert lines[1].startswith(b' "schema": ')
+    assert lines[-1] == b"}\n"
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_a_field_that_is_given_twice_is_named(tmp_path: Path, name: str) -> None:
+    """A reader that takes the other of the two would read something else, so neither is taken."""
+    path = tmp_path / "results.json"
+    path.write_text(f'{{"one": 1, "two": 2, "{name}": 3}}')
+    with pytest.raises(ResultsError, match=f"'{name}' is given twice"):
+        results.load(path)
+
+
+@pytest.mark.parametrize(("rank", "whose"), [(-1, "every rank"), (0, "rank 0"), (3, "rank 3")])
+def test_a_failure_says_where_and_both_values(rank: int, whose: str) -> None:
+    """The check, the scheme, N, the step, whose it is, the quantity, what was measured and what was expected."""
+    failure = Failure("as predicted", "ZeRO-1", 5, 2, rank, "bytes of grads", "7", "11")
+    assert str(failure) == f"as predicted: ZeRO-1, N = 5, step 2, {whose}: bytes of grads: measured 7, expected 11"
+
+
+@pytest.mark.parametrize("asked", [{}, {"clip": 1.0}, {"loss_scale": LossScale()}, {"uneven": True}], ids=str)
+def test_steps_have_more_to_tell_where_more_was_asked_for(found: results.Results, asked: dict[str, Any]) -> None:
+    """With clipping, a loss scale or uneven batches: the steps of the first scheme of each order; here is one order."""
+    changed = msgspec.structs.replace(found, settings=msgspec.structs.replace(found.settings, **asked))
+    first = found.schemes[0]
+    assert changed.stepwise() == ([(first, step) for step in first.steps] if asked else [])
+
+
+def test_a_check_that_has_compared_nothing_says_why(found: results.Results) -> None:
+    """One scheme, none that ended a step, no prediction; where something was compared there is nothing to say."""
+
+    def why(check: str, **changes: Any) -> str:
+        return msgspec.structs.replace(found, **changes).nothing_compared(check)
+
+    same, predicted = "same training", "as predicted"
+    none = [msgspec.structs.replace(each, steps=[]) for each in found.schemes]
+    unpredicted = [msgspec.structs.replace(each, prediction=None) for each in found.schemes]
+    assert [why(check) for check in (same, predicted)] == ["", ""]
+    assert why(same, differences=[]) == "no two schemes completed a step"
+    assert why(same, differences=[], schemes=found.schemes[:1]) == "there is one scheme"
+    assert why(predicted, schemes=unpredicted) == (
+        "nothing was predicted: the lab and zs.compare do, for an MLP under the lab's options"
+    )
+    assert why(predicted, schemes=none) == ""
+    assert why(predicted, schemes=none, sweep=[]) == "no step was completed; that none would be is as predicted"
 
 
 def _truncated(content: bytes) -> bytes:

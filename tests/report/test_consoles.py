@@ -113,6 +113,18 @@ def test_what_fails_in_the_lab_comes_first_in_lines_of_their_own() -> None:
     assert printed[at + 1 + lab_console.SHOWN] == "  and 2 other kinds, in results.json"
 
 
+@pytest.mark.parametrize(("count", "says"), [(1, "one value differs"), (2, "2 values differ")])
+def test_what_fails_is_counted(count: int, says: str) -> None:
+    """One is not many; below it is what it was, and the check that holds comes after."""
+    some = [failure(Check.AS_PREDICTED, f"row {step}", step) for step in range(1, 1 + count)]
+    lines = list(lab_console.verdicts(replace(lab(), failures=some), 9))
+    assert [line.style for line in lines[1:-1]] == ["red"] * count
+    first, *others = map(str, lines)
+    assert first == f"✗ as predicted FAILS: {says}"
+    assert [line.split(",")[0] for line in others[:-1]] == [f"  row {step}" for step in range(1, 1 + count)]
+    assert others[-1].startswith("✓ same training holds: ")
+
+
 def test_who_runs_out_of_memory_is_said_below_the_table() -> None:
     """When, of what, and with how much held; nothing that was not measured is said to hold."""
     console, found = on_a_terminal(120), lab("small_card")

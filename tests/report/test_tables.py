@@ -1,6 +1,7 @@
 """Tables on screens of any width: every number is there, whole, and beside what it is of."""
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,9 +15,9 @@ ROWS = (
 )
 
 
-def printed(width: int, rows: tuple[tuple[str, ...], ...] = ROWS) -> list[str]:
+def printed(width: int, rows: tuple[tuple[str, ...], ...] = ROWS, **options: Any) -> list[str]:
     """The lines of a table on a screen of that width."""
-    table = number_table("Held and sent", *HEADERS, caption="All of it was measured.")
+    table = number_table("Held and sent", *HEADERS, caption="All of it was measured.", **options)
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
@@ -40,6 +41,23 @@ def test_a_screen_that_is_wide_enough_shows_one_table() -> None:
     lines = printed(110)
     assert [sum(header in line for line in lines) for header in HEADERS] == [1] * len(HEADERS)
     assert sum("─" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_numbers_stand_below_each_other_and_words_on_the_left(tight: bool) -> None:
+    """A number ends where its header ends, a name begins where its header does, title and caption at the left."""
+    title, _, headers, _, *rows, _, caption = printed(120, tight=tight)
+    assert (title, caption) == ("Held and sent", "All of it was measured.")
+    ends = [headers.index(header) + len(header) for header in HEADERS[1:]]
+    for line, (name, *numbers) in zip(rows, ROWS, strict=True):
+        assert line.index(name) == headers.index(HEADERS[0]) == 2 - tight
+        assert [line[:end].split()[-1] for end in ends] == numbers
+
+
+def test_a_tight_table_has_less_between_its_columns() -> None:
+    """One space less between any two of six, and none at the edges."""
+    loose, tight = (max(map(len, printed(120, tight=tight))) for tight in (False, True))
+    assert loose - tight == (len(HEADERS) - 1) + 2
 
 
 def test_title_and_caption_are_said_once() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import zerosim
 from helpers import EVERYWHERE, OWN, options, perceptrons
+from zerosim.bands import FP16, FP32
 from zerosim.counts import Phase
 from zerosim.model import MLP
 from zerosim.ranks import OutOfMemory
@@ -284,6 +285,30 @@ def test_shapes_allocate_nothing() -> None:
     assert shapes.initial().shape == (10**12 + 10**6,)
     assert shapes.initial().dtype == np.float32
     assert (shapes.layers, shapes.n_params) == (model.layers, model.n_params)
+
+
+@pytest.mark.parametrize(("n", "node"), [(8, 4), (6, 2), (4, 4), (12, 4), (12, 3), (15, 5)])
+def test_scattered_replicas_leave_their_node_unless_it_has_both(n: int, node: int) -> None:
+    """Where rank r is on node r mod D, all of a node's ranks send to replicas elsewhere, or none does."""
+    nodes = n // node
+    _, inner, outer = DryRing(n, scattered=True).split(node)
+    crosses = [rank % nodes != (rank - node) % n % nodes for rank in range(n)]
+    assert (outer.size, inner.size) == (nodes, node)
+    assert crosses == [outer.leaving > 0] * n
+    assert outer.leaving in (0, node)
+
+
+@pytest.mark.parametrize("wire", [FP16, FP32], ids=str)
+def test_summands_have_the_dtype_of_the_wire(wire: Any) -> None:
+    """Each of a ring's hops meets a chunk for each rank here, in the dtype in which sums are made."""
+    met = list(DryRing(4).summands(cast("Any", DryArray((1, 12), FP16)), wire))
+    assert [[(chunk.shape, chunk.dtype) for _, chunk in pieces] for pieces in met] == [[((1, 3), wire)]] * 4
+
+
+def test_shapes_are_those_of_a_perceptron(as_users_call_it: None) -> None:
+    """Anything else is refused, with the call and the option."""
+    with pytest.raises(TypeError, match=r"^Shapes\(model\): model must be of type MLP; got 3\.$"):
+        Shapes(cast("Any", 3))
 
 
 @pytest.mark.parametrize("rows", [0, -1, True])

@@ -34,7 +34,8 @@ class ScaleAccount:
         if finite:
             self.since += 1
             if self.since == rule.interval:
-                self.since, self.left, self.scale = 0, rule.hysteresis, self.scale * rule.growth
+                self.since, self.left = 0, rule.hysteresis
+                self.scale = min(self.scale * rule.growth, 2.0**127)  # the largest that is fp32's
             return
         self.since = 0
         if self.left > 1:
