@@ -60,7 +60,7 @@ def _panel(axes: Axes, rows: list[dict[str, Any]], names: Sequence[str]) -> None
         bars = axes.bar(places, heights, width * 0.94, color=SCHEMES[row["scheme"]])
         texts = [f"{height:.3g}" if height < 1000 else f"{height:,.0f}" for height in heights]
         axes.bar_label(bars, texts, rotation=90, fontsize=6.5, padding=2, color=INK)
-    axes.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names])
+    axes.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.tick_params(axis="x", length=0)
     low, high = axes.get_ylim()
