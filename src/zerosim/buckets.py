@@ -135,7 +135,7 @@ def build(
         if group.size == 0:
             raise ValueError(f"Scheme(model): {group.name} has no elements: nothing to shard. Leave it out.")
         padded = -(-PADDINGS[options.padding](group, cuts) // world_size) * world_size
-        whole = initial[start : (start := start + group.size)]
+        whole, start = initial[start : start + group.size], start + group.size
         if padded > group.size:
             own, whole = whole, np.empty_like(initial, shape=(padded,))
             whole[: group.size], whole[group.size :] = own, 0

@@ -47,7 +47,7 @@ class Scheme:
     """A model in training on N ranks under one row, in any world.
 
     ``stage`` is the row and ``options`` what else was chosen. ``ring`` is the world: all N ranks in this
-    process unless told otherwise. ``collectives`` is what runs over it, ``Comm`` or something with its face.
+    process unless told otherwise. ``collectives`` is what runs over it, ``Comm`` or a class with its methods.
 
     ValueError, TypeError or MemoryError, before anything is allocated, for what cannot be trained.
 
@@ -94,7 +94,7 @@ class Scheme:
         self.ring, kind = ring or LocalRing(ranks), collectives or Comm
         arguments.instance_of("Scheme", "ring", self.ring, Ring)
         if not hasattr(kind, "reduce_scatter"):
-            raise TypeError(f"Scheme(collectives): Comm, or a class with its face, is needed; got {collectives!r}.")
+            raise TypeError(f"Scheme(collectives): Comm, or a class with its methods, is needed; got {collectives!r}.")
         if self.ring.size != ranks:
             raise ValueError(
                 f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from helpers import by_night
 from zerosim import theory
 from zerosim.bands import WIRES, Array
 from zerosim.frameworks import averages, likeness
@@ -113,7 +114,7 @@ def six() -> Ran:
     return _run(6, PRIME, GROUPED)
 
 
-@pytest.fixture(params=["four", "mesh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("five", "six"))])
+@pytest.fixture(params=["four", "mesh", *by_night("five", "six")])
 def ran(request: pytest.FixtureRequest) -> Ran:
     found: Ran = request.getfixturevalue(request.param)
     return found

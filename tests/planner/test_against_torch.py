@@ -57,7 +57,7 @@ def test_fully_shard(row: Stage, given: dict[str, Any], case: tuple[int, int, tu
 
 @pytest.mark.parametrize("tied", [True, *by_night(False)])
 @pytest.mark.parametrize("checkpoint", [True, *by_night(False)])
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 64))])
+@pytest.mark.parametrize("ranks", [2, *by_night(1, 64)])
 def test_ties_checkpoints_and_ranks(ranks: int, checkpoint: bool, tied: bool) -> None:
     """The root's gradients, of tied parameters three at a time; blocks that run again; few ranks and many."""
     model, shape = Model(*WIDE[:2], tied=tied), WIDE[2]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from helpers import by_night
 from zerosim.planner import models, shape_cache
 from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.config_source import ConfigSource
@@ -76,9 +77,7 @@ def test_compact_shapes_have_the_same_bytes() -> None:
 SMALL = {"num_hidden_layers": 3, "num_layers": 3, "num_decoder_layers": 3, "hidden_size": 96, "intermediate_size": 64}
 
 
-@pytest.mark.parametrize(
-    "name", ["mlc--smollm2_135m", *(pytest.param(each, marks=pytest.mark.slow) for each in ("t5-small", "gemma-2-9b"))]
-)
+@pytest.mark.parametrize("name", ["mlc--smollm2_135m", *by_night("t5-small", "gemma-2-9b")])
 def test_calls_that_are_alike_measure_what_each_of_them_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every call taken for one of its own, the shapes are the same, of any checkpointing; and the sizes that are
     tried are those that are measured."""

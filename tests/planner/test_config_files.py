@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from helpers import by_night
 from zerosim.bands import FP16, FP32, PRECISIONS, Band
 from zerosim.layers import Role
 from zerosim.planner import config_file, models
@@ -203,9 +204,7 @@ def test_rows_beyond_what_a_rotary_model_was_trained_on_are_a_note_and_beyond_a_
     gpt2.prepare(Workload(1, 1024, "none", FP16), 1)
 
 
-@pytest.mark.parametrize(
-    "kind", ["falcon", "t5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("doge", "llama4"))]
-)
+@pytest.mark.parametrize("kind", ["falcon", "t5", *by_night("doge", "llama4")])
 def test_a_file_of_its_type_alone_is_the_default_model_of_the_type(kind: str, tmp_path: Path) -> None:
     """{"model_type": ...} is what transformers makes of it."""
     import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import MINE, real_settings
+from helpers import MINE, by_night, real_settings
 from zerosim.bands import Band
 from zerosim.real_ranks import agreement, corroborate
 from zerosim.real_ranks.cases import cases
@@ -81,7 +81,7 @@ def int8() -> Corroboration:
     return run(INT8)
 
 
-@pytest.fixture(params=["day", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in NIGHT)])
+@pytest.fixture(params=["day", "int8", *by_night(*NIGHT)])
 def found(request: pytest.FixtureRequest) -> Corroboration:
     record = night(request.param) if request.param in NIGHT else request.getfixturevalue(request.param)
     assert isinstance(record, Corroboration)

@@ -4,10 +4,10 @@ import gc
 
 import pytest
 
-from zerosim.util.garbage import left_lying
+from zerosim.util.garbage import collection_paused
 
 
-@left_lying()
+@collection_paused()
 def looked_up(found: dict[str, int]) -> int:
     assert not gc.isenabled()
     return found["missing"]

@@ -22,7 +22,7 @@ from zerosim import theory
 from zerosim.bands import MODEL_STATES, Array, Band
 from zerosim.buckets import Bucket
 from zerosim.checks.reference import Reference
-from zerosim.counts import Event, EventKind, Report
+from zerosim.counts import Counts, Event, EventKind, Report
 from zerosim.records.results import Check, Difference, Failure, OutOfMemoryRecord
 from zerosim.schemes import Scheme
 
@@ -60,14 +60,13 @@ def _having(scheme: Scheme, band: Band) -> list[Bucket]:
     return [bucket for bucket in scheme.buckets if band in bucket.states]
 
 
-def _pieces(bucket: Bucket, band: Band) -> list[int]:
-    """Which piece each rank here has; a buffer is each rank's own."""
-    return bucket.pieces[band].tolist() if band in bucket.pieces else list(range(len(bucket.states[band])))
+def _pieces(bucket: Bucket, band: Band) -> Counts:
+    """Which piece each rank here has [R]; a buffer is each rank's own."""
+    return bucket.pieces.get(band, np.arange(len(bucket.states[band])))
 
 
 def _whole(bucket: Bucket, band: Band) -> Array:
-    pieces = _pieces(bucket, band)
-    first = [pieces.index(piece) for piece in sorted(set(pieces))]
+    _, first = np.unique(_pieces(bucket, band), return_index=True)
     return bucket.states[band][first].reshape(-1)
 
 

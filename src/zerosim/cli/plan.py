@@ -236,19 +236,17 @@ def _progress(doing: str) -> Iterator[Callable[[str, int | None], None]]:
 @contextlib.contextmanager
 def _output_kept_clean() -> Iterator[None]:
     """Standard output is the plan's: what a model's own code prints, or writes to descriptor 1, goes to the errors."""
-    sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:  # one of them is closed
-        kept = -1
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        if kept >= 0:
-            os.dup2(kept, 1)
-            os.close(kept)
+    out = sys.stdout
+    out.flush()
+    with contextlib.ExitStack() as undone:
+        with contextlib.suppress(OSError):  # one of them is closed
+            kept = os.dup(1)
+            undone.callback(os.close, kept)
+            os.dup2(2, 1)
+            undone.callback(os.dup2, kept, 1)
+        undone.callback(out.flush)  # what was written to it under another name goes with the rest
+        undone.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def validate(settings: Settings, rows: Sequence[Stage] = SCHEMES) -> None:
     arguments.check_memory(
         f"lab(ranks={ranks}, batch={settings.batch})",
         _footprint(settings, rows, model, ranks),
-        {name: _footprint(asked, rows, model, n) for name, (asked, n) in fewer.items()},
+        ((name, _footprint(asked, rows, model, n)) for name, (asked, n) in fewer.items()),
     )
     next(batches_of(settings, 1, 1))
 

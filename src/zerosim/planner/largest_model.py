@@ -20,7 +20,7 @@ from zerosim.planner.runner import Runner
 from zerosim.records.plan import LargestModel, LargestModels, Plan
 from zerosim.records.question import Question
 from zerosim.stages import Stage
-from zerosim.util.garbage import left_lying
+from zerosim.util.garbage import collection_paused
 
 MOST = 1024  # the largest member of a family that is tried
 WIDTH = 128  # of a head, and by how much a model is wider than the one before
@@ -87,7 +87,7 @@ def work(question: Question) -> int:
     return len(question.rows) * len(question.asked) if question.largest_model else 0
 
 
-@left_lying()
+@collection_paused()
 def added(plan: Plan, advance: Callable[[str], None]) -> Plan:
     """The plan with the largest models that its question asks for. ValueError if it asks for none, or for no card."""
     question = plan.question

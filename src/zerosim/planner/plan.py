@@ -40,7 +40,7 @@ from zerosim.records.plan import (
 )
 from zerosim.records.question import Question
 from zerosim.stages import Stage
-from zerosim.util.garbage import left_lying
+from zerosim.util.garbage import collection_paused
 
 IN_BACKWARD = "each unit is updated in the backward pass, as soon as its gradients are there, which are then freed"
 MOST_RANKS = 4096  # a smallest N is searched for up to here
@@ -54,7 +54,7 @@ def work(question: Question) -> int:
     return 1 + len(question.rows) * len(question.gpus) + len(question.others) * len(question.asked) + searches
 
 
-@left_lying()
+@collection_paused()
 def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
     """Run everything that answers the question. ValueError, with what would work, where it cannot be run."""
     model = _model(Runner(source, question))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import UnionType
 from typing import Any
 
@@ -149,8 +149,10 @@ def _check_array(where: str, array: Array, rows: int, width: int) -> None:
         )
 
 
-def check_memory(call: str, need: int, alternatives: Mapping[str, int]) -> None:
+def check_memory(call: str, need: int, alternatives: Iterable[tuple[str, int]]) -> None:
     """Refuse what would need more bytes than the machine has free, naming those of ``alternatives`` that fit.
+
+    They are looked at for a refusal alone, so a generator costs nothing where there is room.
 
     Where the system does not say what is free, nothing is refused.
     """
@@ -162,7 +164,7 @@ def check_memory(call: str, need: int, alternatives: Mapping[str, int]) -> None:
         return
     if need <= free:
         return
-    fitting = [f"{name} ({sizes.text(nbytes)})" for name, nbytes in alternatives.items() if nbytes <= free]
+    fitting = [f"{name} ({sizes.text(nbytes)})" for name, nbytes in alternatives if nbytes <= free]
     advice = (
         f"These would fit: {', '.join(fitting[:4])}" if fitting else "Use far fewer ranks or rows, or a smaller model"
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def left_lying() -> Iterator[None]:
+def collection_paused() -> Iterator[None]:
     """Within the block no garbage is looked for; after it, as it was before."""
     searched = gc.isenabled()
     gc.disable()

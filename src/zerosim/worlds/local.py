@@ -56,7 +56,7 @@ def check_room(stage: Stage, sizes: Sequence[int], ranks: int, options: Options)
     others = [(row, ranks) for row in SCHEMES] + [(stage, n) for n in fewer]
     arguments.check_memory(
         f"{stage.name} on {ranks} ranks", footprint(stage, sizes, ranks, options),
-        {f"{row.name} on {n}": footprint(row, sizes, n, options) for row, n in others},
+        ((f"{row.name} on {n}", footprint(row, sizes, n, options)) for row, n in others),
     )  # fmt: skip
 
 
