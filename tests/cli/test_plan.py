@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -370,3 +372,11 @@ def test_a_size_without_sense_is_refused(text: str) -> None:
     """What is no number with a unit, or too little to be a size, is an error that gives an example."""
     with pytest.raises(ValueError, match=r"as in (2MB|80GB)\."):
         sizes.parse(text)
+
+
+@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="a shell closes the streams")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_streams_that_are_closed_are_no_failure(closed: str) -> None:
+    """A plan with nowhere to print ends as one that was printed does."""
+    command = f'"$0" -m zerosim plan 64,64 --gpus 2 {closed}'
+    assert subprocess.run(["/bin/sh", "-c", command, sys.executable], check=False).returncode == 0

@@ -236,10 +236,12 @@ def _progress(doing: str) -> Iterator[Callable[[str, int | None], None]]:
 @contextlib.contextmanager
 def _output_kept_clean() -> Iterator[None]:
     """Standard output is the plan's: what a model's own code prints, or writes to descriptor 1, goes to the errors."""
-    out = sys.stdout
+    if (out := sys.stdout) is None:  # it is closed, and nothing can be printed to it
+        yield
+        return
     out.flush()
     with contextlib.ExitStack() as undone:
-        with contextlib.suppress(OSError):  # one of them is closed
+        with contextlib.suppress(OSError):  # as where the errors are closed
             kept = os.dup(1)
             undone.callback(os.close, kept)
             os.dup2(2, 1)
