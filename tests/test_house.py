@@ -31,7 +31,18 @@ HOUSE = [
         "ranks",
     ],  # the names; what is held and sent
     *["optimizer", "options", "layers", "util/batches", "model"],  # what is trained, and what may be chosen
-    *["stages", "buckets", "comm", "gradients", "parameters", "updates", "scaling", "worlds/local", "schemes"],
+    *[
+        "stages",
+        "buckets",
+        "comm",
+        "gradients",
+        "parameters",
+        "updates",
+        "scaling",
+        "worlds/local",
+        "worlds/local_comm",
+        "schemes",
+    ],
     *["theory/", "records/", "worlds/", "checks/", "checkpoints/", "lab/", "real_ranks/", "frameworks/"],
     *["torch_models/", "planner/", "conformance/", "report/", "api/", "cli/", "__main__"],
 ]
@@ -50,9 +61,10 @@ RUN = {
     "scaling",
     "schemes",
     "worlds/local",
+    "worlds/local_comm",
 }
 
-CORE_LINES = 3_750  # of all flat files together; it is to come down
+CORE_LINES = 3_690  # of all flat files together; it is to come down
 LINES, LONG_LINES = 300, 380  # of one module, and of those that are longer than they should be
 LONG = {
     "checks/reference",

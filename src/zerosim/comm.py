@@ -19,15 +19,13 @@ member c. Data flows to lower members, n-1 hops of one chunk:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from zerosim.bands import FP32, INT8, Array, DType
 from zerosim.counts import Counts, Traffic
-from zerosim.kernels.operations import Handed
 from zerosim.ledger import Ledger
 from zerosim.ranks import Workspace
 from zerosim.util import int8
@@ -35,7 +33,6 @@ from zerosim.util.casts import convert
 from zerosim.util.shapes import Shaped
 
 Pieces = list[tuple[Any, Array]]  # where in the grid of a block in flight, and what belongs there
-Hop = Callable[[Array, Array, int], Array]
 _COUNTED = 65_536  # messages at a time whose padding is worked out
 
 
@@ -50,7 +47,7 @@ class Ring(Protocol):
     blocks out, and ``chunks`` gives the ranks' data in the same order, so that row meets row.
     """
 
-    here: bool = False  # whether all ranks are, and a hop moves nothing: then a kernel may make all hops in one call
+    here: bool = False  # whether all ranks are, and a hop moves nothing
 
     size: int
     ids: Sequence[int]
@@ -87,14 +84,6 @@ class Ring(Protocol):
         ``grid`` of a block in flight the chunks are that it belongs to."""
         ...
 
-    def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "rings n n C"]:
-        """``buffer`` as [ring, member, chunk, C], a view, where all ranks are ``here``."""
-        return buffer.reshape(-1, self.size, self.size, buffer.shape[1] // self.size)
-
-    def lanes(self, rows: Shaped[Array, "R ..."]) -> Shaped[Array, "rings n ..."]:
-        """What each rank has one of as [ring, member, ...], a view, where all ranks are ``here``."""
-        return rows.reshape(-1, self.size, *rows.shape[1:])
-
     def spread(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> None:
         """Where hops move nothing: write each row of ``block`` to its chunk on every rank of its ring."""
         np.copyto(buffer.reshape(len(buffer), self.size, -1), block)
@@ -113,9 +102,6 @@ class Comm:
     they leave and back as they land. With int8 a block is packed, its scales within, and everybody has
     what that comes to, its owner too; it is for gathering alone. ``blocks`` provides the two blocks that a
     rank needs in flight, one going and one coming; ``ledger`` is told of every hop.
-
-    Where all ranks are in this process and their kernels can, all hops of a collective are made in one
-    call, which counts them as it makes them.
     """
 
     def __init__(self, ring: Ring, wire: DType, blocks: Workspace, ledger: Ledger) -> None:
@@ -157,19 +143,8 @@ class Comm:
 
         ``out`` is [R, C], or that chunk of ``buffer`` [R, n*C] itself. Nothing else of ``buffer`` changes.
         """
-        grid = self.ring.grid
-        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
-            if (summed := self._sum_at_once(buffer, size, start, block, spare, traffic)) is not None:
-                block = summed
-            else:
-                summands = self.ring.summands(buffer, self.wire)
-                for rows, mine in next(summands):
-                    grid(block)[rows] = mine
-                for sent, pieces in enumerate(summands, start=1):
-                    arrived, total = grid(hop(block, spare, sent)), grid(spare)
-                    for rows, mine in pieces:
-                        np.add(arrived[rows], mine, out=total[rows])
-                    block, spare = spare, block
+        with self._flight(buffer, size, start, name, band, unit) as flight:
+            block = self._sum(buffer, flight)
             total = block if self.wire == FP32 else block.astype(FP32)
             factor = np.float32(scale)
             if out.dtype == FP32:
@@ -193,7 +168,7 @@ class Comm:
 
         ``own`` [R, C] is where they lie; without it each is in its place in ``buffer`` already.
         """
-        n, place = self.ring.size, self.own(buffer)
+        place = self.own(buffer)
         if own is None and self.wire == buffer.dtype:
             own = place  # what is sent are an owner's own bits
         elif own is None:
@@ -201,18 +176,36 @@ class Comm:
             np.copyto(own, place)
         else:
             own = own.reshape(place.shape)
-        with self._flight(buffer, size, start, name, band, unit) as (block, spare, hop, traffic):
-            own = self._leave(own, block)
-            for sent in range(0 if self._copy_at_once(buffer, size, start, block, traffic) else n - 1):
-                arrived = hop(block, spare, sent)
-                if arrived is spare:  # and has to be written before the next one arrives
-                    for rows, chunk in self.ring.chunks(buffer, sent + 1):
-                        self._land(self.ring.grid(arrived)[rows], chunk)
-                    block, spare = spare, block
-                elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
-                    self.ring.spread(self._landed(arrived, buffer), buffer)
+        with self._flight(buffer, size, start, name, band, unit) as flight:
+            own = self._leave(own, flight.block)
+            self._copy(buffer, flight)
         if own is not place:
             self._convert(own, place)
+
+    def _sum(self, buffer: Shaped[Array, "R L"], flight: Flight) -> Shaped[Array, "R C"]:
+        """All hops of a reduce-scatter; the sums, in one of the two blocks."""
+        block, spare = flight.block, flight.spare
+        grid, summands = self.ring.grid, self.ring.summands(buffer, self.wire)
+        for rows, mine in next(summands):
+            grid(block)[rows] = mine
+        for sent, pieces in enumerate(summands, start=1):
+            arrived, total = grid(flight.hop(block, spare, sent)), grid(spare)
+            for rows, mine in pieces:
+                np.add(arrived[rows], mine, out=total[rows])
+            block, spare = spare, block
+        return block
+
+    def _copy(self, buffer: Shaped[Array, "R L"], flight: Flight) -> None:
+        """All hops of an all-gather, from the block in which is what each rank owns."""
+        block, spare, n = flight.block, flight.spare, self.ring.size
+        for sent in range(n - 1):
+            arrived = flight.hop(block, spare, sent)
+            if arrived is spare:  # and has to be written before the next one arrives
+                for rows, chunk in self.ring.chunks(buffer, sent + 1):
+                    self._land(self.ring.grid(arrived)[rows], chunk)
+                block, spare = spare, block
+            elif sent == n - 2:  # nothing was moved, but by now each row has been at every rank of its ring
+                self.ring.spread(self._landed(arrived, buffer), buffer)
 
     def _landed(self, block: Shaped[Array, "R n"], buffer: Shaped[Array, "R L"]) -> Shaped[Array, "R C"]:
         """A block in the dtype of the buffer that it is written to: itself, or a register."""
@@ -221,58 +214,6 @@ class Comm:
         landed = np.empty_like(buffer, shape=(len(block), buffer.shape[1] // self.ring.size))
         self._land(block, landed)
         return landed
-
-    # -- all hops in one call
-
-    def _sum_at_once(
-        self, buffer: Shaped[Array, "R L"], size: int, start: Any, block: Array, spare: Array, traffic: Traffic
-    ) -> Array | None:
-        """The sums of a reduce-scatter, in one of the two blocks, if a kernel makes all the hops."""
-        kernel, ring = self.blocks.kernels.ring_sum, self.ring
-        if kernel is None or not ring.here or not self.blocks.kernels.rings(buffer.size):
-            return None
-        table, lanes = ring.table(buffer), (ring.lanes(block), ring.lanes(spare))
-        handed = Handed(table.shape[0], ring.size)
-        total = kernel(table, lanes, self._padding_by_chunk(table, size, start), handed)
-        if total is None:
-            return None
-        self._book(handed, traffic)
-        return block if total is lanes[0] else spare
-
-    def _copy_at_once(
-        self, buffer: Shaped[Array, "R L"], size: int, start: Any, block: Array, traffic: Traffic
-    ) -> bool:
-        """Whether a kernel has made all the hops of an all-gather."""
-        kernel, ring = self.blocks.kernels.ring_copies, self.ring
-        if kernel is None or not ring.here or self.wire == INT8 or not self.blocks.kernels.rings(buffer.size):
-            return False
-        table, lanes = ring.table(buffer), ring.lanes(self._landed(block, buffer))
-        handed = Handed(table.shape[0], ring.size)
-        done = kernel(lanes, table, self.wire.itemsize, self._padding_by_chunk(table, size, start), handed)
-        if done:
-            self._book(handed, traffic)
-        return done
-
-    def _padding_by_chunk(self, table: Shaped[Array, "rings n n C"], size: int, start: Any) -> Counts:
-        """Bytes on the wire of padding in each chunk [ring, chunk] of a buffer that begins at ``start``."""
-        rings, n, _, chunk = table.shape
-        if _unpadded(n * chunk, size, start):
-            return _nothing(rings, n)
-        begins = np.zeros(rings, np.int64)
-        if not isinstance(start, int):  # alike for the members of a ring
-            begins = self.ring.lanes(np.asarray(start))[:, 0]
-        ends = begins[:, np.newaxis] + np.arange(1, n + 1) * chunk
-        beyond: Counts = np.clip(ends - size, 0, chunk)
-        return beyond * self.wire.itemsize
-
-    def _book(self, handed: Handed, traffic: Traffic) -> None:
-        """Book what a kernel has counted: all ranks hand on as much, of which not as much is padding."""
-        messages, sent, received, padding = handed.counts[0, 0].tolist()
-        by_rank = None
-        if padding or handed.counts[..., 3].any():
-            by_rank = np.empty(len(self.ring.ids), np.int64)
-            self.ring.lanes(by_rank)[...] = handed.counts[..., 3]
-        traffic.hop(sent, received, by_rank, messages)
 
     # -- in flight
 
@@ -297,8 +238,7 @@ class Comm:
         """Of a block with so many elements, one number or several."""
         return int8.length(count) if self.wire == INT8 else count
 
-    def _flight(self, buffer: Array, size: int, start: Any, collective: str, band: str, unit: str) -> _Flight:
-        """The two blocks of a collective, held while it runs, its hop, and where that is counted."""
+    def _flight(self, buffer: Array, size: int, start: Any, collective: str, band: str, unit: str) -> Flight:
         if not buffer.flags.c_contiguous:
             raise ValueError(
                 f"Comm: {collective} works in place, so its buffer must be contiguous, or a copy would be written; "
@@ -306,19 +246,7 @@ class Comm:
             )
         sending = self.ledger.sending(collective, band, unit, self._leaves, self.ring.leaving)
         self.blocks.unit = unit
-        return _Flight(self, sending, buffer.shape[1], size, start)
-
-    def _hop(self, traffic: Traffic, offsets: list[int]) -> Hop:
-        """How each rank r hands on a block, which is of chunk r + offset, and gets the one above's. Counted here."""
-        shift, rows = self.ring.shift, len(self.ring.ids)
-
-        def hop(block: Array, spare: Array, offset: int) -> Array:
-            arrived = shift(block, spare)
-            traffic.hop(block.nbytes // rows, arrived.nbytes // rows)
-            offsets.append(offset)  # what of the block is padding is worked out once, when all have been made
-            return arrived
-
-        return hop
+        return Flight(self, sending, buffer.shape[1], size, start)
 
     def _padding(self, padded: int, size: int, start: Any, offsets: Sequence[int]) -> Counts:
         """What of the chunks m + offset that each member m here has sent was padding, in bytes on the wire [R]."""
@@ -331,47 +259,51 @@ class Comm:
         return beyond * self.wire.itemsize
 
 
-class _Flight:
-    """A collective under way: ``with`` it come the two blocks, held for as long, the hop, and where it is counted."""
+class Flight:
+    """A collective under way: its two blocks, held for as long as a ``with`` lasts, and how they are handed on.
 
-    __slots__ = ("_block", "_comm", "_offsets", "_padded", "_sending", "_size", "_spare", "_start", "_traffic")
+    ``size`` and ``start`` are the collective's, ``traffic`` is where its hops are counted.
+    """
+
+    __slots__ = ("_comm", "_offsets", "_padded", "_sending", "block", "size", "spare", "start", "traffic")
 
     def __init__(self, comm: Comm, sending: Any, padded: int, size: int, start: Any) -> None:
         self._comm, self._sending = comm, sending
-        self._padded, self._size, self._start = padded, size, start
-
-    def __enter__(self) -> tuple[Array, Array, Hop, Traffic]:
-        comm = self._comm
+        self._padded, self.size, self.start = padded, size, start
         self._offsets: list[int] = []
-        traffic = self._traffic = self._sending.__enter__()
-        chunk, block = comm._length(self._padded // comm.ring.size), None
+
+    def __enter__(self) -> Flight:
+        blocks, block = self._comm.blocks, None
+        chunk = self._comm._length(self._padded // self._comm.ring.size)
+        self.traffic: Traffic = self._sending.__enter__()
         try:
-            block = self._block = comm.blocks.hold(chunk)
-            spare = self._spare = comm.blocks.hold(chunk)
+            self.block = block = blocks.hold(chunk)
+            self.spare = blocks.hold(chunk)
         except BaseException as error:
             if block is not None:
-                comm.blocks.free(block)
+                blocks.free(block)
             self._sending.__exit__(type(error))
             raise
-        return block, spare, comm._hop(traffic, self._offsets), traffic
+        return self
+
+    def hop(self, block: Shaped[Array, "R C"], spare: Shaped[Array, "R C"], offset: int) -> Shaped[Array, "R C"]:
+        """Each rank r hands on a block, which is of chunk r + offset, and gets the one above's. Counted here."""
+        arrived, ranks = self._comm.ring.shift(block, spare), len(block)
+        self.traffic.hop(block.nbytes // ranks, arrived.nbytes // ranks)
+        self._offsets.append(offset)  # what of the block is padding is worked out once, when all have been made
+        return arrived
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        comm = self._comm
-        comm.blocks.free(self._spare)
-        if self._offsets and not _unpadded(self._padded, self._size, self._start):
-            self._traffic.padding += comm._padding(self._padded, self._size, self._start, self._offsets)
-        comm.blocks.free(self._block)
+        self._comm.blocks.free(self.spare)
+        if self._offsets and not within(self._padded, self.size, self.start):
+            self.traffic.padding += self._comm._padding(self._padded, self.size, self.start, self._offsets)
+        self._comm.blocks.free(self.block)
         self._sending.__exit__(kind)
 
 
-def _unpadded(padded: int, size: int, start: Any) -> bool:
+def within(padded: int, size: int, start: Any) -> bool:
     """Whether a buffer that begins at ``start``, for each rank or for all, lies within ``size``."""
     return (int(start.max()) if isinstance(start, np.ndarray) else start) + padded <= size
-
-
-@cache
-def _nothing(rings: int, n: int) -> Counts:
-    return np.zeros((rings, n), np.int64)
 
 
 def _cast(chunk: Shaped[Array, "R C"], dtype: DType) -> Shaped[Array, "R C"]:

@@ -79,19 +79,28 @@ class Ledger:
         if place is Place.HOST:
             self._move_host(EventKind.HOST_HOLD, band, nbytes, unit)
             return
-        self._move(EventKind.HOLD, band, nbytes, unit)
+        held = self.held
+        held[band] = held.get(band, 0) + nbytes
+        self.total = total = self.total + nbytes
         # Highest so far, but seldom in the end: only what was held is noted, and most of the notes are dropped.
-        if self.total > self._highest:
-            self._highest, self._instant = self.total, (self.held.copy(), unit, self.phase)
-        if self._without > self._highest_without:
-            self._highest_without, self._instant_without = self._without, (self.held.copy(), unit, self.phase)
+        if total > self._highest:
+            self._highest, self._instant = total, (held.copy(), unit, self.phase)
+        if band not in self.apart:
+            self._without = without = self._without + nbytes
+            if without > self._highest_without:
+                self._highest_without, self._instant_without = without, (held.copy(), unit, self.phase)
+        self._log(EventKind.HOLD, band, unit, nbytes)
 
     def free(self, band: str, nbytes: int, unit: str, place: Place = Place.CARD) -> None:
         """Every rank here holds ``nbytes`` less of ``band``."""
         if place is Place.HOST:
             self._move_host(EventKind.HOST_FREE, band, -nbytes, unit)
-        else:
-            self._move(EventKind.FREE, band, -nbytes, unit)
+            return
+        self.held[band] -= nbytes
+        self.total -= nbytes
+        if band not in self.apart:
+            self._without -= nbytes
+        self._log(EventKind.FREE, band, unit, nbytes)
 
     def copy(self, to: Place, band: str, nbytes: int, unit: str) -> None:
         """Each rank has just copied ``nbytes`` of ``band`` over its host link."""
@@ -104,13 +113,6 @@ class Ledger:
         bands = _some(self.host)
         if (total := sum(bands.values())) > self._open.host_peak.total:
             self._open.host_peak = Peak(total, bands, unit, self.phase)
-
-    def _move(self, kind: EventKind, band: str, change: int, unit: str) -> None:
-        self.held[band] = self.held.get(band, 0) + change
-        self.total += change
-        if band not in self.apart:
-            self._without += change
-        self._log(kind, band, unit, abs(change))
 
     def _settle(self) -> Report:
         """The open report, with its peaks as they are by now."""

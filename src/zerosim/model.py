@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from zerosim.ranks import Workspace
 from zerosim.util.arguments import check_batch, integer
 from zerosim.util.shapes import Float
 
-_REGISTER_BYTES = 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
+_REGISTER_BYTES = 3 * 2**20  # fp32 temporaries of about this size at a time, so that they stay in the cache
 
 
 class Linear:
@@ -39,37 +40,37 @@ class Linear:
     def forward(self, x: Float[Array, "R B I"], given: Pass) -> tuple[Float[Array, "R B O"], Any]:
         params, work, y = given.params, given.work, given.work.hold(x.shape[1], self.fan_out)
         most = 0
-        for some, rows, register in self._registers(work.rows, params):
-            weight, bias = self._split(_as_fp32(params[some, : self.size], register, work))
-            done = _multiply(x[some, rows], weight, y[some, rows])
-            np.add(y[some, rows], bias[:, None, :], out=y[some, rows])
-            most = max(most, done // len(weight))
-        if self.relu:
-            with _whatever(work.rows):
+        with _quietly():
+            for some, rows, register in self._registers(work.rows, params):
+                weight, bias = self._split(_as_fp32(params[some, : self.size], register, work))
+                out = y[some, rows]
+                most = max(most, _multiply(x[some, rows], weight, out))
+                np.add(out, bias[:, None, :], out=out)
+            if self.relu:
                 np.maximum(y, 0, out=y)
         work.flops(most)
         return y, (x, y)
 
     def backward(self, saved: Any, dy: Float[Array, "R B O"], given: Pass) -> Float[Array, "R B I"] | None:
         (x, y), (params, work, grads, need_dx) = saved, given[:4]
-        if self.relu:
-            with _whatever(work.rows):
-                np.multiply(dy, y > 0, out=dy)
-        work.free(y)
-        dx = work.hold(x.shape[1], self.fan_in) if need_dx else None
         most = 0
-        for some, rows, register in self._registers(work.rows, params, grads):
-            target = grads[some, : self.size]
-            grad = target if target.dtype == FP32 else register
-            weight, bias = self._split(grad)
-            done = _multiply(x[some, rows].swapaxes(1, 2), dy[some, rows], weight)
-            np.add.reduce(dy[some, rows], axis=1, out=bias)
-            if grad is register:
-                work.kernels.convert(grad, target)
-            if dx is not None:
-                weight, _ = self._split(_as_fp32(params[some, : self.size], register, work))
-                done += _multiply(dy[some, rows], weight.swapaxes(1, 2), dx[some, rows])
-            most = max(most, done // len(weight))
+        with _quietly():
+            if self.relu:
+                np.multiply(dy, y > 0, out=dy)
+            work.free(y)
+            dx = work.hold(x.shape[1], self.fan_in) if need_dx else None
+            for some, rows, register in self._registers(work.rows, params, grads):
+                target, dy_some = grads[some, : self.size], dy[some, rows]
+                grad = target if target.dtype == FP32 else register
+                weight, bias = self._split(grad)
+                done = _multiply(x[some, rows].swapaxes(1, 2), dy_some, weight)
+                np.add.reduce(dy_some, axis=1, out=bias)
+                if grad is register:
+                    work.kernels.convert(grad, target)
+                if dx is not None:
+                    weight, _ = self._split(_as_fp32(params[some, : self.size], register, work))
+                    done += _multiply(dy_some, weight.swapaxes(1, 2), dx[some, rows])
+                most = max(most, done)
         work.free(dy)
         work.flops(most)
         return dx
@@ -77,7 +78,7 @@ class Linear:
     def _split(self, flat: Array) -> tuple[Array, Array]:
         """Views of W [R, I, O] and b [R, O]."""
         cut = self.fan_in * self.fan_out
-        return np.reshape(flat[:, :cut], (-1, self.fan_in, self.fan_out), copy=False), flat[:, cut : self.size]
+        return flat[:, :cut].reshape(-1, self.fan_in, self.fan_out, copy=False), flat[:, cut : self.size]
 
     def _registers(
         self, rows: Sequence[int] | None, params: Array, *more: Array
@@ -101,17 +102,19 @@ class Linear:
             yield slice(start, stop), slice(None), scratch[: stop - start]
 
 
-def _whatever(rows: Sequence[int] | None) -> np.errstate:
-    """Where ranks have different rows, what lies beyond a rank's own may be anything, and nobody reads it."""
-    return np.errstate(invalid=None if rows is None else "ignore")
+def _quietly() -> np.errstate:
+    """Without warnings of invalid numbers.
+
+    Where ranks have different rows, what lies beyond a rank's own may be anything, and nobody reads it. Where a side
+    is 1, OpenBLAS has been seen to raise the flag for finite numbers and a right result.
+    """
+    return np.errstate(invalid="ignore")
 
 
 def _multiply(a: Array, b: Array, out: Array) -> int:
-    """out = a b, and the operations that it took: a multiplication and an addition for each term of each element."""
-    # Where a side is 1, OpenBLAS has been seen to raise the flag for finite numbers and a right result.
-    with np.errstate(invalid="ignore"):
-        np.matmul(a, b, out=out)
-    return 2 * int(out.size) * int(a.shape[-1])
+    """out = a b, and each copy's operations: a multiplication and an addition for each term of each element."""
+    np.matmul(a, b, out=out)
+    return 2 * prod(out.shape[1:]) * int(a.shape[-1])
 
 
 def _as_fp32(values: Array, register: Array, work: Workspace) -> Array:
@@ -179,7 +182,7 @@ class MLP(Chain):
         if work.rows is None:
             np.subtract(y, target, out=dy)
             work.free(target)
-            losses = np.square(dy).mean(axis=(1, 2), dtype=np.float64)
+            losses = np.add.reduce(np.square(dy), axis=(1, 2), dtype=np.float64) / prod(dy.shape[1:])
             np.multiply(dy, np.float32(2 / (dy.shape[1] * dy.shape[2])), out=dy)
             return losses, dy
         losses = np.zeros(len(dy))

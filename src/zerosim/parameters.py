@@ -6,8 +6,7 @@ layer computes, nor gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -48,26 +47,30 @@ class Parameters:
         self._second: dict[Group, Array] = {}  # shards of a second copy, from forward to backward [R, padded/S]
         self._staging: dict[Group, Array] = {}  # shards that the replicas put together after the update
 
-    @contextmanager
-    def for_pass(self, layers: Sequence[Layer], *, backward: bool) -> Iterator[None]:
-        """Around a pass over ``layers``: where everything is gathered at once, it is here, and released after."""
+    def begin_pass(self, layers: Sequence[Layer], *, backward: bool) -> None:
+        """A pass over ``layers`` begins: where everything is gathered at once, it is gathered now."""
         self._backward = backward
-        if self._at_once:
+        if self._at_once and self._row.params:
             self._fetch(layers)
-        yield
-        if backward or self._row.reshard_after_forward:
-            self._release(list(self._full), list(self._second) if backward else ())
 
-    @contextmanager
-    def of(self, layers: Sequence[Layer], index: int) -> Iterator[Flat]:
-        """The full parameters of ``layers[index]`` for as long as the block lasts; ``layers`` are in order of use."""
-        layer, coming = layers[index], layers[index + 1 : index + 1 + self._ahead]
-        self._fetch([layer, *coming])
-        flats = [self._flat(group) for group in layer.groups]
-        yield flats[0] if len(flats) == 1 else flats
-        if self._at_once:
+    def end_pass(self) -> None:
+        """The pass has ended: what no other needs is released."""
+        if self._backward or self._row.reshard_after_forward:
+            self._release(list(self._full), list(self._second) if self._backward else ())
+
+    def fetch(self, layers: Sequence[Layer], index: int) -> Flat:
+        """The full parameters of ``layers[index]``, there until its ``release``; ``layers`` are in order of use."""
+        layer = layers[index]
+        if self._row.params:
+            self._fetch(layers[index : index + 1 + self._ahead])
+        return self._flats(layer)
+
+    def release(self, layers: Sequence[Layer], index: int) -> None:
+        """``layers[index]`` has computed: what none of those that come soon needs is released."""
+        if self._at_once or not self._row.params:
             return
-        soon = {group for each in coming for group in each.groups}
+        layer = layers[index]
+        soon = {group for each in layers[index + 1 : index + 1 + self._ahead] for group in each.groups}
         done = [group for group in layer.groups if self._backward and self._first[group] is layer]
         if self._row.reshard_after_forward:
             self._release([group for group in layer.groups if group not in soon], done)
@@ -108,14 +111,16 @@ class Parameters:
         self._staging[bucket.group] = shard
         return self._outer.own(shard)
 
+    def _flats(self, layer: Layer) -> Flat:
+        flats = [self._flat(group) for group in layer.groups]
+        return flats[0] if len(flats) == 1 else flats
+
     def _flat(self, group: Group) -> Array:
         if group.role is Role.BUFFER:
             return self._buckets[group].states[Band.BUFFERS]
         return self._full[group] if self._row.params else self._buckets[group].states[Band.PARAMS]
 
     def _fetch(self, layers: Sequence[Layer]) -> None:
-        if not self._row.params:
-            return
         for group in (group for layer in layers for group in layer.groups):
             if group.role is not Role.BUFFER and group not in self._full:
                 self._fetch_group(group)

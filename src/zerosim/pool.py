@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from itertools import takewhile
 
 import numpy as np
 
@@ -31,9 +32,8 @@ class Pool:
     def __init__(self, empty: Callable[[tuple[int, ...], DType], Array], *, exact: bool) -> None:
         self._empty, self._exact = empty, exact
         self._alike: dict[tuple[tuple[int, ...], DType], list[Array]] = {}
-        self._sizes: list[int] = []  # of the blocks that are free, in order
-        self._free: dict[int, list[Array]] = {}  # these, by size
-        self._blocks: dict[int, Array] = {}  # where each array lies that is in use
+        self._sizes: list[int] = []  # of the blocks that were ever free, in order
+        self._free: dict[int, list[Array]] = {}  # those that are, by size
 
     def take(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """An array; each call's is one of its own, also where its memory was used before."""
@@ -43,35 +43,29 @@ class Pool:
         need = dtype.itemsize
         for side in shape:
             need *= side
-        block = self._block(need)
-        array: Array = np.ndarray(shape, dtype, block)
-        self._blocks[id(array)] = block
-        return array
+        size = need if need <= PAGE else -(-need // PAGE) * PAGE
+        alike = self._free.get(size)
+        return np.ndarray(shape, dtype, alike.pop() if alike else self._block(size))
 
     def give(self, array: Array) -> None:
         """Take back what ``take`` gave."""
         if self._exact:
             self._alike.setdefault((array.shape, array.dtype), []).append(array)
             return
-        block = self._blocks.pop(id(array))
-        size = len(block)
-        alike = self._free.setdefault(size, [])
-        alike.append(block)
-        if len(alike) == 1:  # last: cut short before it, a block is forgotten, and no size is without one
+        block = array.base
+        assert block is not None, "every array lies in a block"
+        if (alike := self._free.get(size := len(block))) is None:
+            alike = self._free[size] = []
             insort(self._sizes, size)
+        alike.append(block)
 
-    def _block(self, need: int) -> Array:
-        size = -(-need // PAGE) * PAGE if need > PAGE else need
+    def _block(self, size: int) -> Array:
         at = bisect_left(self._sizes, size)
-        if at < len(self._sizes) and self._sizes[at] <= SLACK * size:
-            return self._out(at)
-        if at and SLACK * self._sizes[at - 1] >= size:
-            self._out(at - 1)
+        for larger in takewhile(lambda each: each <= SLACK * size, self._sizes[at:]):
+            if alike := self._free[larger]:
+                return alike.pop()
+        for smaller in takewhile(lambda each: SLACK * each >= size, reversed(self._sizes[:at])):
+            if alike := self._free[smaller]:
+                alike.pop()
+                break
         return self._empty((size,), np.dtype(np.uint8))
-
-    def _out(self, at: int) -> Array:
-        """A block of the size at this place, no longer free: the one that was used last."""
-        alike = self._free[self._sizes[at]]
-        if len(alike) == 1:
-            del self._sizes[at]
-        return alike.pop()

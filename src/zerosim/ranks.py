@@ -10,10 +10,9 @@ a reading view of one row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
-from typing import overload
+from typing import NamedTuple, overload
 
 from zerosim.bands import Array, Band, DType, Place
 from zerosim.kernels.operations import NUMPY, Kernels
@@ -21,7 +20,7 @@ from zerosim.ledger import Ledger
 from zerosim.pool import Pool
 
 # Of several dtypes, as parameters are if some are frozen and kept in another; what dtypes says is what is usual.
-ANY_DTYPE = (Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS, Band.PARAMS, Band.GATHERED, Band.SECONDARY)
+ANY_DTYPE = frozenset((Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS, Band.PARAMS, Band.GATHERED, Band.SECONDARY))
 
 
 class OutOfMemory(MemoryError):
@@ -58,8 +57,7 @@ class OutOfMemory(MemoryError):
         )
 
 
-@dataclass(slots=True)
-class _Allocation:
+class _Allocation(NamedTuple):
     array: Array
     band: Band
     unit: str
@@ -89,7 +87,7 @@ class Ranks:
         exact: bool = True,
     ) -> None:
         self.kernels = kernels
-        self.ids, self.dtypes, self.ledger, self.capacity = ids, dtypes, ledger, capacity
+        self.ids, self.dtypes, self.ledger, self.capacity, self._rows = ids, dtypes, ledger, capacity, len(ids)
         self.host_capacity = host_capacity
         self._pool = Pool(empty, exact=exact)
         self.allocations = 0  # so far, whether freed since or not
@@ -116,24 +114,22 @@ class Ranks:
             held = self.ledger.total if place is Place.CARD else sum(self.ledger.host.values())
             if held + asked > capacity:
                 raise OutOfMemory(self.ids[0], band, unit, asked, capacity, self.ledger, place)
-        rows = len(self.ids)
-        array = self._pool.take((rows, *shape), dtype)
+        array = self._pool.take((self._rows, *shape), dtype)
         self.allocations += 1
         self._live[id(array)] = _Allocation(array, band, unit, self.allocations, place)
-        self.ledger.hold(band, array.nbytes // rows, unit, place)
+        self.ledger.hold(band, array.nbytes // self._rows, unit, place)
         return array
 
     def free(self, array: Array) -> None:
         """Give back what ``hold`` returned: that array itself, not a view of it. ValueError otherwise."""
-        allocation = self._live.get(id(array))
-        if allocation is None or allocation.array is not array:
+        allocation = self._live.pop(id(array), None)
+        if allocation is None:
             raise ValueError(
                 f"Ranks.free takes an array that hold returned and that is still held; got one of shape "
                 f"{array.shape}. Pass the array itself, not a view, and only once."
             )
-        del self._live[id(array)]
         self._pool.give(array)
-        self.ledger.free(allocation.band, array.nbytes // len(self.ids), allocation.unit, allocation.place)
+        self.ledger.free(allocation.band, array.nbytes // self._rows, allocation.unit, allocation.place)
 
     def live(self, band: Band | None = None, place: Place | None = None) -> Iterator[tuple[Band, str, Array]]:
         """Everything held now (of ``band``, in ``place``): band, unit, and the [R, ...] array, as allocated."""

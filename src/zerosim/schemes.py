@@ -8,7 +8,6 @@ which world it runs: the ring that it is handed decides that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +32,7 @@ from zerosim.util.batches import micro_batches
 from zerosim.util.front_door import public
 from zerosim.util.shapes import Float, Shaped
 from zerosim.worlds.local import LocalRing, check_room
+from zerosim.worlds.local_comm import LocalComm
 
 if TYPE_CHECKING:
     from zerosim.api.compare import Comparison
@@ -91,14 +91,13 @@ class Scheme:
         groups = distinct(self.layers)
         if ring is None:
             check_room(stage, [group.size for group in groups], ranks, options)
-        self.ring, kind = ring or LocalRing(ranks), collectives or Comm
+        self.ring = ring or LocalRing(ranks)
         arguments.instance_of("Scheme", "ring", self.ring, Ring)
+        kind = collectives or (LocalComm if self.ring.here else Comm)
         if not hasattr(kind, "reduce_scatter"):
             raise TypeError(f"Scheme(collectives): Comm, or a class with its methods, is needed; got {collectives!r}.")
-        if self.ring.size != ranks:
-            raise ValueError(
-                f"Scheme(ring): a ring of {self.ring.size} ranks cannot carry {ranks}; pass one of that size."
-            )
+        if (size := self.ring.size) != ranks:
+            raise ValueError(f"Scheme(ring): a ring of {size} ranks cannot carry {ranks}; pass one of that size.")
         self.ring, *_ = rings = self.ring.split(options.node or ranks)
         wire, wire_params = WIRES[options.wire], PARAM_WIRES[options.wire_params or options.wire]
         self.ledger = Ledger(
@@ -120,6 +119,9 @@ class Scheme:
         self._turn, self._weighed = Turn(self.ring.ids, 0, 0), options.uneven and options.average == "rows"
         self.scaler = Scaler(options.loss_scale) if isinstance(options.loss_scale, LossScale) else None
         self.buckets = list(build(model, groups, options, ranks, self.shard, self.ranks))
+        self._padding: list[int] = np.sum(
+            [bucket.padding(len(self.ring.ids)) for bucket in self.buckets], axis=0
+        ).tolist()
         given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
         gradients, parameters, update = self.made_of
         self._gradients = gradients(*given, comms(wire), self.ranks, options)
@@ -163,7 +165,7 @@ class Scheme:
                     losses.append(self._micro_batch(each, total, last=index == len(micro_batches) - 1))
                 self._apply(report)
                 report.loss = report.mean_of_means = float(np.mean(np.concatenate(losses)))
-                report.losses = [float(loss) for loss in np.mean(np.stack(losses, axis=1), axis=1)]
+                report.losses = np.mean(np.stack(losses, axis=1), axis=1).tolist()
                 if total is not None:
                     shares = np.concatenate([each.weights for each in micro_batches])
                     report.loss = float(np.average(np.concatenate(losses), weights=shares))
@@ -190,8 +192,7 @@ class Scheme:
         """Forward and backward on some rows of the batch; the loss of each rank [R]."""
         x, target = self._load(given.x), self._load(given.y)
         self._work.rows = given.rows
-        with self._parameters.for_pass(self.layers, backward=False), self.ledger.during(Phase.FORWARD):
-            y, saved = self._forward(x)
+        y, saved = self._forward(x)
         self._work.unit = "loss"
         losses, dy = self.model.loss(y, target, self._work)
         if total is not None:  # each rank's mean counts as much as it weighs
@@ -199,8 +200,7 @@ class Scheme:
             dy *= shares.astype(FP32).reshape(-1, *[1] * (dy.ndim - 1))
         if self.scaler is not None:
             dy *= np.float32(self.scaler.scale)
-        with self._parameters.for_pass(self.layers, backward=True), self.ledger.during(Phase.BACKWARD):
-            self._backward(saved, dy, last)
+        self._backward(saved, dy, last)
         self._work.free(x)
         return losses
 
@@ -212,31 +212,36 @@ class Scheme:
 
     def _forward(self, x: Shaped[Array, "R ..."]) -> tuple[Shaped[Array, "R ..."], list[Any]]:
         saved = []
-        for index, layer in enumerate(self.layers):
-            with self._parameters.of(self.layers, index) as params:
-                self._work.unit = layer.name
+        self._parameters.begin_pass(self.layers, backward=False)
+        with self.ledger.during(Phase.FORWARD):
+            for index, layer in enumerate(self.layers):
+                params, self._work.unit = self._parameters.fetch(self.layers, index), layer.name
                 x, kept = layer.forward(x, Pass(params, self._work, turn=self._turn))
                 self.ledger.computed(layer.name)
                 saved.append(kept)
                 del params  # or its memory, once given up by the pool, would stay for a layer more
+                self._parameters.release(self.layers, index)
+        self._parameters.end_pass()
         return x, saved
 
     def _backward(self, saved: list[Any], dy: Shaped[Array, "R ..."], last: bool) -> None:
         order = self.layers[::-1]
-        for index, layer in enumerate(order):
-            with self._parameters.of(order, index) as params:
-                grads = self._gradients.room(layer)
+        self._parameters.begin_pass(self.layers, backward=True)
+        with self.ledger.during(Phase.BACKWARD):
+            for index, layer in enumerate(order):
+                params, grads = self._parameters.fetch(order, index), self._gradients.room(layer)
                 self._work.unit = layer.name
                 given = Pass(params, self._work, grads, layer is not order[-1], self._turn, self._gradients.reached)
-                dx = layer.backward(saved.pop(), dy, given)
-                self.ledger.computed(layer.name)
-                if dx is not None:
+                if (dx := layer.backward(saved.pop(), dy, given)) is not None:
                     dy = dx
-                del given, grads, params  # or their memory, once given up by the pool, would stay for a layer more
-            reduced = self._gradients.written(layer, last=last)
-            if self.options.in_backward:
-                self._changed = True
-                self._update.at_once(reduced, rate=self._rate())
+                self.ledger.computed(layer.name)
+                del given, grads, params  # as above
+                self._parameters.release(order, index)
+                reduced = self._gradients.written(layer, last=last)
+                if self.options.in_backward:
+                    self._changed = True
+                    self._update.at_once(reduced, rate=self._rate())
+        self._parameters.end_pass()
 
     def _apply(self, report: Report) -> None:
         """Agree on the norm and on whether all is finite; then update, or skip the step, which changes no state."""
@@ -266,8 +271,7 @@ class Scheme:
 
     def _rate(self) -> float:
         """What the schedule multiplies every learning rate by."""
-        schedule = self.options.optimizer.schedule
-        if schedule is None:
+        if (schedule := self.options.optimizer.schedule) is None:
             return 1.0
         return schedule.factor(self.updates - 1 if schedule.counts == "updates" else self.steps - 1)
 
@@ -284,12 +288,6 @@ class Scheme:
         """Refuse to go on after a step that has changed some of what is kept and not the rest. RuntimeError."""
         if self._doubt:
             raise RuntimeError(f"{call}: {self._doubt}. Load what was saved before it, or build the scheme anew.")
-
-    @cached_property
-    def _padding(self) -> list[int]:
-        """Bytes of padding that each rank here holds: states have the shapes that they were allocated with."""
-        held: list[int] = np.sum([bucket.padding(len(self.ring.ids)) for bucket in self.buckets], axis=0).tolist()
-        return held
 
     # -- what a user reads
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerosim.bands import Band
@@ -136,7 +137,7 @@ class Stage:
         """Whether this model state is held by the host."""
         return kind_of(band) in self.offload
 
-    @property
+    @cached_property
     def two_axes(self) -> bool:
         """Whether gradients are reduced over the group and then over the replicas, and not over all at once."""
         return Over.GROUP in (self.optimizer, self.grads, self.params)

@@ -48,37 +48,46 @@ class Update:
         for bucket in self._buckets if buckets is None else buckets:
             here = [next(have, True) for _ in bucket.updates]
             bucket.updates = [count + has for count, has in zip(bucket.updates, here, strict=True)]
-            owned = [self._parameters.owned(bucket), self._gradients.owned(bucket)]
-            shape = max((each.shape for each in owned), key=len)  # pieces of what is whole lie as their ring does
-            with self._where_updated(bucket, *(each.reshape(shape) for each in owned)) as (params, grads):
-                states: dict[Band, Array] = {
-                    band: state.reshape(shape) for band, state in bucket.states.items() if band in OWNED
-                }
-                if (main := states.get(Band.MAIN_GRADS)) is not None:
-                    self._ranks.kernels.convert(grads, main)
-                    grads = main
-                if factor is not None:  # a register: what is kept is not rewritten
-                    scaled = np.empty_like(grads, FP32, shape=shape)
-                    self._ranks.kernels.convert(grads, scaled)
-                    grads = np.multiply(scaled, factor.reshape(*shape[:-1], 1), out=scaled)
-                    self._ledger.flops(grads.size // len(self._ranks.ids))
-                master = states.get(Band.MASTER, params)
-                moments = {str(band): states[band] for band in self._options.optimizer.states}
-                done: list[list[int]] = []  # operations, by rank where each is updated by itself
-                for part, (lr, decay, step), first in self._parts(bucket, shape, here):
-                    if first:
-                        done.append([])
-                    if not step:  # it has no gradient, and is left alone
-                        continue
-                    self._options.optimizer.update(
-                        master[part], grads[part], **{name: state[part] for name, state in moments.items()},
-                        step=step, flops=done[-1].append, lr=lr * rate, weight_decay=decay,
-                        kernels=self._ranks.kernels,
-                    )  # fmt: skip
-                self._ledger.flops(max(map(sum, done)))
-                if master is not params:
-                    self._ranks.kernels.convert(master, params)
-                self._ledger.computed(bucket.name)
+            params, grads = self._parameters.owned(bucket), self._gradients.owned(bucket)
+            shape = max(params.shape, grads.shape, key=len)  # pieces of what is whole lie as their ring does
+            params, grads = params.reshape(shape), grads.reshape(shape)
+            if "optimizer" not in self._row.offload:
+                self._update(bucket, params, grads, factor, rate, here)
+                continue
+            with self._on_host(bucket, params, grads) as (params, grads):
+                self._update(bucket, params, grads, factor, rate, here)
+
+    def _update(
+        self, bucket: Bucket, params: Array, grads: Array, factor: Array | None, rate: float, here: Sequence[bool]
+    ) -> None:
+        shape = params.shape
+        states: dict[Band, Array] = {
+            band: state.reshape(shape) for band, state in bucket.states.items() if band in OWNED
+        }
+        if (main := states.get(Band.MAIN_GRADS)) is not None:
+            self._ranks.kernels.convert(grads, main)
+            grads = main
+        if factor is not None:  # a register: what is kept is not rewritten
+            scaled = np.empty_like(grads, FP32, shape=shape)
+            self._ranks.kernels.convert(grads, scaled)
+            grads = np.multiply(scaled, factor.reshape(*shape[:-1], 1), out=scaled)
+            self._ledger.flops(grads.size // len(self._ranks.ids))
+        master = states.get(Band.MASTER, params)
+        moments = {str(band): states[band] for band in self._options.optimizer.states}
+        done: list[list[int]] = []  # operations, by rank where each is updated by itself
+        for part, (lr, decay, step), first in self._parts(bucket, shape, here):
+            if first:
+                done.append([])
+            if not step:  # it has no gradient, and is left alone
+                continue
+            self._options.optimizer.update(
+                master[part], grads[part], **{name: state[part] for name, state in moments.items()},
+                step=step, flops=done[-1].append, lr=lr * rate, weight_decay=decay, kernels=self._ranks.kernels,
+            )  # fmt: skip
+        self._ledger.flops(max(map(sum, done)))
+        if master is not params:
+            self._ranks.kernels.convert(master, params)
+        self._ledger.computed(bucket.name)
 
     def at_once(self, buckets: Sequence[Bucket], *, rate: float) -> None:
         """Update what has just been reduced, and give up its gradients."""
@@ -111,11 +120,8 @@ class Update:
                     yield (*at[:-1], slice(at[-1], at[-1] + 1), slice(low, high)), rate, low == 0
 
     @contextmanager
-    def _where_updated(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:
-        """The owned parameters and gradients [..., n] where the optimizer is: on the host, they are copied there."""
-        if "optimizer" not in self._row.offload:
-            yield params, grads
-            return
+    def _on_host(self, bucket: Bucket, params: Array, grads: Array) -> Iterator[tuple[Array, Array]]:
+        """The owned parameters and gradients [..., n] on the host, where they are copied to, and back."""
         rows, copies = len(self._ranks.ids), []
 
         def down(band: Band, array: Array) -> Array:

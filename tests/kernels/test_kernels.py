@@ -14,7 +14,7 @@ import pytest
 import zerosim
 from zerosim import stages
 from zerosim.bands import BF16, FP16, FP32, PRECISIONS, Array, Band, DType
-from zerosim.comm import Comm
+from zerosim.comm import Comm, Flight
 from zerosim.kernels import choice
 from zerosim.kernels.choice import SWITCH, choose
 from zerosim.kernels.operations import NUMPY, Choice, Handed, Kernels
@@ -24,10 +24,11 @@ from zerosim.optimizer import Adam, AdamW
 from zerosim.options import Options
 from zerosim.ranks import Ranks, Workspace
 from zerosim.schemes import SCHEMES, Scheme
-from zerosim.stages import Stage
+from zerosim.stages import DP, HSDP, Stage, ZeRO3
 from zerosim.util.casts import convert
 from zerosim.worlds.dry import DryArray
 from zerosim.worlds.local import LocalRing
+from zerosim.worlds.local_comm import LocalComm
 
 pytest.importorskip("numba", reason="without numba there are only the formulas")
 
@@ -144,10 +145,10 @@ RINGS: dict[str, Callable[[], LocalRing]] = {
 }
 
 
-def comm(ring: LocalRing, wire: DType, kernels: Kernels) -> tuple[Comm, Ledger]:
+def comm(kind: type[Comm], ring: LocalRing, wire: DType, kernels: Kernels) -> tuple[Comm, Ledger]:
     ledger = Ledger(len(ring.ids))
     ranks = Ranks(ring.ids, {Band.BLOCKS: wire}, ledger, np.empty, kernels=kernels)
-    return Comm(ring, wire, Workspace(ranks, Band.BLOCKS, wire), ledger), ledger
+    return kind(ring, wire, Workspace(ranks, Band.BLOCKS, wire), ledger), ledger
 
 
 @pytest.mark.parametrize(
@@ -160,12 +161,12 @@ def test_rings_have_the_bits_and_the_counts_of_single_hops(
     """A reduce-scatter, an all-gather and an all-reduce of chunks of 1, 13 and 4,099, the last of them padded."""
     for chunk in (1, 13, 4_099):
         outcomes = []
-        for kernels in (compiled, NUMPY):
+        for kind, kernels in ((LocalComm, compiled), (Comm, NUMPY)):
             ring = make()
             length = ring.size * chunk
             start = np.asarray(ring.members) * 0 + 2 if ring.step > 1 else 0
             data = special(band, (len(ring.ids), length), seed=chunk)
-            collectives, ledger = comm(ring, wire, kernels)
+            collectives, ledger = comm(kind, ring, wire, kernels)
             label: Any = {"band": "grads", "unit": "layer", "start": start}
             with np.errstate(all="ignore"), ledger.step() as report:
                 out = np.full((len(ring.ids), chunk), np.nan, band)
@@ -190,6 +191,25 @@ def test_rings_have_the_bits_and_the_counts_of_single_hops(
 def _comparable(array: Array) -> Array:
     """The array with one NaN for all: of two that are added it is not said which one stays."""
     return np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
+
+
+@pytest.mark.parametrize("row", [DP, ZeRO3, HSDP], ids=lambda row: row.name)
+def test_where_a_kernel_can_it_makes_all_hops(row: Stage, compiled: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with compiled kernels makes no hop by itself; without them it makes every one."""
+    hop, made = Flight.hop, list[int]()
+
+    def told(flight: Flight, block: Array, spare: Array, offset: int) -> Array:
+        made.append(offset)
+        return hop(flight, block, spare, offset)
+
+    monkeypatch.setattr(Flight, "hop", told)
+    for kernels in CHOICES:
+        run = row(MLP((5, 3)), 6, node=3, kernels=kernels)
+        made.clear()
+        run.step([(np.ones((1, 5), np.float32), np.ones((1, 3), np.float32))] * 6)
+        messages = sum(traffic.messages for traffic in run.reports[-1].traffic.values())
+        assert messages > 0
+        assert len(made) == (messages if kernels == "numpy" else 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 5])

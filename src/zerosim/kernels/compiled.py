@@ -161,5 +161,7 @@ def _passed(*arrays: Array) -> list[Array] | None:
     for array in arrays:
         if not (1 <= array.ndim <= 3 and array.strides[-1] == array.itemsize):
             return None
-        views.append(array.view(PASSED[array.dtype]).reshape((1,) * (3 - array.ndim) + array.shape, copy=False))
+        passed = PASSED[array.dtype]
+        view = array if passed is array.dtype else array.view(passed)
+        views.append(view if array.ndim == 3 else view[None] if array.ndim == 2 else view[None, None])
     return views

@@ -13,8 +13,7 @@ they are from the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -118,32 +117,33 @@ class Coordinating(Parameters):
         if self._stage_3:
             self._stand_small()
 
-    @contextmanager
-    def for_pass(self, layers: Sequence[Layer], *, backward: bool) -> Iterator[None]:
+    def begin_pass(self, layers: Sequence[Layer], *, backward: bool) -> None:
         if not self._stage_3:
-            with super().for_pass(layers, backward=backward):
-                yield
-            return
+            super().begin_pass(layers, backward=backward)
         self._backward = backward
-        yield
+
+    def end_pass(self) -> None:
+        if not self._stage_3:
+            super().end_pass()
+            return
         self._free_coming()
-        if backward:
+        if self._backward:
             self._release(list(self._full), ())
 
-    @contextmanager
-    def of(self, layers: Sequence[Layer], index: int) -> Iterator[Flat]:
+    def fetch(self, layers: Sequence[Layer], index: int) -> Flat:
         if not self._stage_3:
-            with super().of(layers, index) as given:
-                yield given
-            return
+            return super().fetch(layers, index)
         layer = layers[index]
         self._free_coming()
         self._fetch([layer])
         self._prefetch(layers[index + 1 :] if self._backward else [*layers[index + 1 :], *layers[::-1]])
-        flats = [self._flat(group) for group in layer.groups]
-        yield flats[0] if len(flats) == 1 else flats
-        if self._backward or not self._used_again_soon(layers, index):
-            self._release(layer.groups, ())
+        return self._flats(layer)
+
+    def release(self, layers: Sequence[Layer], index: int) -> None:
+        if not self._stage_3:
+            super().release(layers, index)
+        elif self._backward or not self._used_again_soon(layers, index):
+            self._release(layers[index].groups, ())
 
     def _used_again_soon(self, layers: Sequence[Layer], index: int) -> bool:
         """``__params_to_release``: in forward, whether backward comes back within ``max_reuse_distance`` elements.

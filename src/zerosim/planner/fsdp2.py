@@ -11,8 +11,7 @@ block and kept to the end of the backward, reduced last and all at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerosim.bands import Array, Band, DType
@@ -74,11 +73,9 @@ class Unsharding(Parameters):
         self._gathering: dict[Layer | None, list[Array]] = {}  # what is gathered and not yet copied out, by unit
         self._copied: list[Array] = []  # the last that was copied out of in forward: the next copy frees it
 
-    @contextmanager
-    def for_pass(self, layers: Sequence[Layer], *, backward: bool) -> Iterator[None]:
+    def begin_pass(self, layers: Sequence[Layer], *, backward: bool) -> None:
         self._backward = backward
         if not self._row.params:
-            yield
             return
         self._free_copied()
         if not backward:
@@ -86,25 +83,29 @@ class Unsharding(Parameters):
             self._wait_for_unshard(None)
         elif (last := self._next_unit(layers[::-1], 0)) is not None:
             self._unshard(last)
-        yield
-        if backward:
+
+    def end_pass(self) -> None:
+        if not self._row.params:
+            return
+        if self._backward:
             self._release(list(self._full), list(self._second))
         elif not self._row.reshard_after_forward:
             # The loss is most in its backward, when this is gone; otherwise the gather for the last unit is there then.
             self._free_copied()
 
-    @contextmanager
-    def of(self, layers: Sequence[Layer], index: int) -> Iterator[Flat]:
+    def fetch(self, layers: Sequence[Layer], index: int) -> Flat:
         layer = layers[index]
         if self._row.params and wrapped(layer):
             self._unshard(layer)
             self._wait_for_unshard(layer)
             if self._backward and (coming := self._next_unit(layers, index + 1)) is not None:
                 self._unshard(coming)
-        flats = [self._flat(group) for group in layer.groups]
-        yield flats[0] if len(flats) == 1 else flats
+        return self._flats(layer)
+
+    def release(self, layers: Sequence[Layer], index: int) -> None:
         if not self._row.params:
             return
+        layer = layers[index]
         own = self._groups(layer) if wrapped(layer) else []
         done = [group for group in own if self._backward and self._first[group] is layer]
         self._release(own if self._row.reshard_after_forward else done, done)

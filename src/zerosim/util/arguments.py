@@ -72,12 +72,12 @@ def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int,
 
     A batch is one (x, y) of finite float32 per rank, arrays or tensors, with the same number of rows B everywhere.
     """
-    if isinstance(batch, Sequence):
-        batch = [
-            (as_array(pair[0]), as_array(pair[1])) if isinstance(pair, (tuple, list)) and len(pair) == 2 else pair
-            for pair in batch
-        ]
     if not _sound(batch, ranks, width_in, width_out):
+        if isinstance(batch, Sequence):
+            batch = [
+                (as_array(pair[0]), as_array(pair[1])) if isinstance(pair, (tuple, list)) and len(pair) == 2 else pair
+                for pair in batch
+            ]
         check_layout(batch, ranks, width_in, width_out)
     widths = enumerate((width_in, width_out))
     x, y = (np.concatenate([pair[index] for pair in batch]).reshape(ranks, -1, width) for index, width in widths)
@@ -90,21 +90,18 @@ def check_batch(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int,
     return x, y
 
 
-def _sound(batch: object, ranks: int, width_in: int, width_out: int) -> bool:
+def _sound(batch: Any, ranks: int, width_in: int, width_out: int) -> bool:
     """Whether a batch is as ``check_layout`` wants it, by a look that does not find out what is wrong with it."""
-    if type(batch) is not list or len(batch) != ranks or type(batch[0]) is not tuple or len(batch[0]) != 2:
+    if type(batch) is not list or len(batch) != ranks:
         return False
-    rows = len(first) if isinstance(first := batch[0][0], np.ndarray) and first.ndim else 0
-    shapes = (rows, width_in), (rows, width_out)
-    return rows > 0 and all(
-        type(pair) is tuple
-        and len(pair) == 2
-        and all(
-            type(array) is np.ndarray and array.dtype is _FP32 and array.shape == shape
-            for array, shape in zip(pair, shapes, strict=True)
-        )
-        for pair in batch
-    )
+    try:
+        kinds = {
+            (type(pair), type(x), type(y), x.dtype, y.dtype, x.shape, y.shape) for pair in batch for x, y in [pair]
+        }
+    except (AttributeError, TypeError, ValueError):
+        return False
+    rows, array = next(iter(batch[0][0].shape), 0), np.ndarray
+    return rows > 0 and kinds == {(tuple, array, array, _FP32, _FP32, (rows, width_in), (rows, width_out))}
 
 
 _FP32 = np.dtype(np.float32)

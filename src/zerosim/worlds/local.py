@@ -126,13 +126,15 @@ class LocalRing(Ring):
         return block if self._rings == 1 else block.reshape(*self._shape, -1)
 
     def table(self, buffer: Shaped[Array, "R L"]) -> Shaped[Array, "rings n n C"]:
+        """``buffer`` as [ring, member, chunk, C], a view."""
         if self.step == 1:
-            return super().table(buffer)
+            return buffer.reshape(self._rings, self.size, self.size, -1)
         return buffer.reshape(self.size, self._rings, self.size, -1).swapaxes(0, 1)
 
     def lanes(self, rows: Shaped[Array, "R ..."]) -> Shaped[Array, "rings n ..."]:
+        """What each rank has one of as [ring, member, ...], a view."""
         if self.step == 1:
-            return super().lanes(rows)
+            return rows.reshape(self._rings, self.size, *rows.shape[1:])
         return rows.reshape(self.size, self._rings, *rows.shape[1:]).swapaxes(0, 1)
 
     def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
