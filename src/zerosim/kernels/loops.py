@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 
 HALF, BRAIN, SINGLE, COUNT = types.uint16, types.int16, types.float32, types.int64
 WORD = ir.IntType(32)
+AHEAD = 8  # hops that a rank's summand is asked for before it is added: with many ranks each is a line far away
 
 # -- numbers, in LLVM's words: build is its IRBuilder
 
@@ -152,6 +153,21 @@ def rounded(context, value, like):
 
 @intrinsic
 @no_type_check
+def prefetch(context, start, place):
+    """Have the line with ``place`` of a row brought to the cache, as it is needed soon."""
+
+    def generate(context, build, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), WORD, WORD, WORD])
+        known = cgutils.get_or_insert_function(build.module, kind, "llvm.prefetch.p0i8")
+        line = build.bitcast(build.gep(arguments[0], [arguments[1]]), ir.IntType(8).as_pointer())
+        build.call(known, [line, WORD(0), WORD(3), WORD(1)])
+        return context.get_dummy_value()
+
+    return types.void(start, place), generate
+
+
+@intrinsic
+@no_type_check
 def move(context, target, source, count):
     """Copy so many elements of one row to another of the same kind."""
 
@@ -249,6 +265,7 @@ def ring_sum(chunks, even, odd, padding, handed, first, last, together, length):
                         above = chunk - hop if chunk >= hop else chunk - hop + n
                         below = above - 1 if above else n - 1
                         mine = row(chunks, (ring, below, chunk))
+                        prefetch(row(chunks, (ring, below - AHEAD if below >= AHEAD else 0, chunk)), start)
                         if hop % 2:
                             arrived, total = row(even, (ring, chunk)), row(odd, (ring, chunk))
                         else:
@@ -267,21 +284,27 @@ def ring_sum(chunks, even, odd, padding, handed, first, last, together, length):
 def ring_copies(block, chunks, itemsize, padding, handed, first, last):
     """The hops of an all-gather that end at ranks ``first`` to ``last``, as ``operations.Kernels`` has it.
 
-    A rank is handed all its blocks before the next is handed any, so that what is written lies together: what is
-    in a block does not change on its way.
+    What is in a block does not change on its way, so the blocks that a rank is handed are written together when all
+    have come: those of the chunks above its own, which are first, and then those below.
     """
     rings, n, size = chunks.shape[0], chunks.shape[1], chunks.shape[3]
     nbytes = size * itemsize
     for ring in range(rings):
         for rank in range(first, last):
-            sender, receiver = row(handed, (ring, rank + 1 if rank + 1 < n else 0)), row(handed, (ring, rank))
+            blocks = sent = beyond = 0
             for hop in range(1, n):
-                chunk = rank + hop if rank + hop < n else rank + hop - n
-                move(row(chunks, (ring, rank, chunk)), row(block, (ring, chunk)), size)
-                count(sender, 0, 1)
-                count(sender, 1, nbytes)
-                count(receiver, 2, nbytes)
-                count(sender, 3, padding[ring, chunk])
+                blocks += 1
+                sent += nbytes
+                beyond += padding[ring, rank + hop if rank + hop < n else rank + hop - n]
+            sender = row(handed, (ring, rank + 1 if rank + 1 < n else 0))
+            count(sender, 0, blocks)
+            count(sender, 1, sent)
+            count(row(handed, (ring, rank)), 2, sent)
+            count(sender, 3, beyond)
+            if rank + 1 < n:
+                move(row(chunks, (ring, rank, rank + 1)), row(block, (ring, rank + 1)), (n - 1 - rank) * size)
+            if rank:
+                move(row(chunks, (ring, rank, 0)), row(block, (ring, 0)), rank * size)
 
 
 # -- compiling

@@ -46,7 +46,8 @@ class Kernels:
       the one that is returned. ``padding`` has the bytes of it in each chunk [ring, chunk], and ``handed`` is told of
       each block as it is handed on.
     * ``ring_copies(block, chunks, itemsize, padding, handed)``: all hops of an all-gather whose ranks are all here:
-      ``block`` [ring, chunk, C] into ``chunks`` [ring, member, chunk, C], all but the chunks that the ranks own.
+      ``block`` [ring, chunk, C], contiguous, into ``chunks`` [ring, member, chunk, C], whose chunks of a rank are so,
+      all but the chunks that the ranks own.
       ``itemsize`` is that of the dtype that blocks are sent in.
     """
 

@@ -37,7 +37,7 @@ class LocalComm(Comm):
     def _copy(self, buffer: Shaped[Array, "R L"], flight: Flight) -> None:
         kernels, ring = self.blocks.kernels, self.ring
         if kernels.ring_copies is not None and self.wire != INT8 and kernels.rings(buffer.size):
-            table, lanes = ring.table(buffer), ring.lanes(self._landed(flight.block, buffer))
+            table, lanes = ring.table(buffer), np.ascontiguousarray(ring.lanes(self._landed(flight.block, buffer)))
             handed, padding = Handed(table.shape[0], ring.size), self._padding_by_chunk(table, flight)
             if kernels.ring_copies(lanes, table, self.wire.itemsize, padding, handed):
                 self._book(handed, flight)
