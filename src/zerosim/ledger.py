@@ -34,6 +34,8 @@ def _peak(held: dict[str, int], unit: str, phase: Phase) -> Peak:
 
 _Instant = tuple[dict[str, int], str, Phase]
 _NEW = tuple.__new__
+# By name: Python 3.11 takes as long to look up a member of an enumeration as to append an event.
+_HOLD, _FREE, _HOST, _COMMUNICATION = EventKind.HOLD, EventKind.FREE, Place.HOST, Phase.COMMUNICATION
 
 
 class Ledger:
@@ -76,7 +78,7 @@ class Ledger:
 
     def hold(self, band: str, nbytes: int, unit: str, place: Place = Place.CARD) -> None:
         """Every rank here holds ``nbytes`` more of ``band``, for ``unit``."""
-        if place is Place.HOST:
+        if place is _HOST:
             self._move_host(EventKind.HOST_HOLD, band, nbytes, unit)
             return
         held = self.held
@@ -89,18 +91,18 @@ class Ledger:
             self._without = without = self._without + nbytes
             if without > self._highest_without:
                 self._highest_without, self._instant_without = without, (held.copy(), unit, self.phase)
-        self._log(EventKind.HOLD, band, unit, nbytes)
+        self._log(_HOLD, band, unit, nbytes)
 
     def free(self, band: str, nbytes: int, unit: str, place: Place = Place.CARD) -> None:
         """Every rank here holds ``nbytes`` less of ``band``."""
-        if place is Place.HOST:
+        if place is _HOST:
             self._move_host(EventKind.HOST_FREE, band, -nbytes, unit)
             return
         self.held[band] -= nbytes
         self.total -= nbytes
         if band not in self.apart:
             self._without -= nbytes
-        self._log(EventKind.FREE, band, unit, nbytes)
+        self._log(_FREE, band, unit, nbytes)
 
     def copy(self, to: Place, band: str, nbytes: int, unit: str) -> None:
         """Each rank has just copied ``nbytes`` of ``band`` over its host link."""
@@ -268,7 +270,7 @@ class _Sending:
         self.sent, self.messages = traffic.sent_each, traffic.messages
 
     def __enter__(self) -> Traffic:
-        self._outer = self._ledger._switch(Phase.COMMUNICATION)
+        self._outer = self._ledger._switch(_COMMUNICATION)
         return self.traffic
 
     def __exit__(self, kind: object, *_: object) -> None:

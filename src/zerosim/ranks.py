@@ -23,6 +23,9 @@ from zerosim.pool import Pool
 ANY_DTYPE = frozenset((Band.ACTIVATIONS, Band.BUFFERS, Band.BLOCKS, Band.PARAMS, Band.GATHERED, Band.SECONDARY))
 
 
+_NEW, _CARD = tuple.__new__, Place.CARD  # by name, as in ledger.py
+
+
 class OutOfMemory(MemoryError):
     """A hold would have passed the card's capacity. Nothing was allocated; the ledger stands as it was.
 
@@ -108,7 +111,7 @@ class Ranks:
                 f"Ranks.hold(dtype): {band} is held in {self.dtypes[band]} here; got {dtype}. Leave dtype out, or "
                 f"choose another precision."
             )
-        capacity = self.capacity if place is Place.CARD else self.host_capacity
+        capacity = self.capacity if place is _CARD else self.host_capacity
         if capacity is not None:
             asked = dtype.itemsize * prod(shape)
             held = self.ledger.total if place is Place.CARD else sum(self.ledger.host.values())
@@ -116,7 +119,7 @@ class Ranks:
                 raise OutOfMemory(self.ids[0], band, unit, asked, capacity, self.ledger, place)
         array = self._pool.take((self._rows, *shape), dtype)
         self.allocations += 1
-        self._live[id(array)] = _Allocation(array, band, unit, self.allocations, place)
+        self._live[id(array)] = _NEW(_Allocation, (array, band, unit, self.allocations, place))
         self.ledger.hold(band, array.nbytes // self._rows, unit, place)
         return array
 
