@@ -1,6 +1,6 @@
 """What the ranks train on."""
 
-import sys
+import importlib.util
 
 import numpy as np
 import pytest
@@ -74,6 +74,6 @@ def test_digits_need_a_model_of_their_width() -> None:
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without scikit-learn the error names the extra."""
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"zerosim\[digits\]"):
         next(batches("digits", 1, 1, 7, (64, 64), 3))

@@ -14,6 +14,7 @@ from zerosim.records import plan as records
 from zerosim.records.plan import Plan
 from zerosim.records.plan_step import PlannedStep
 from zerosim.util import sizes
+from zerosim.util.arguments import installed
 
 Advance = Callable[[str, int | None], None]
 """Called with what is done next, and of how many such things in all, once that is known."""
@@ -49,7 +50,7 @@ def content(
     if ending == ".html":
         return _page(source, plan, advance)
     if ending in (".png", ".svg"):
-        require_charts()
+        installed("plan(out)", "matplotlib", extra="plots", otherwise="write a page, .html")
         from zerosim.report import plan_chart
 
         return plan_chart.drawn(plan, ending[1:]), FORMS[ending]
@@ -83,14 +84,3 @@ def _encoded(step: PlannedStep, ending: str, *, zipped: bool) -> bytes:
 
         return gzip.compress(plan_trace.encoded(step), mtime=0)
     return plan_trace.encoded(step)
-
-
-def require_charts() -> None:
-    """Refuse, with ModuleNotFoundError, what takes a library that is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            'plan: a chart takes matplotlib. Install it with pip install "zerosim[plots]", or write a page, .html, '
-            "which takes nothing."
-        )

@@ -22,6 +22,7 @@ from zerosim.records.files import write_whole
 from zerosim.records.plan import Cell
 from zerosim.stages import Stage
 from zerosim.util import sizes
+from zerosim.util.arguments import installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,7 +72,7 @@ class Planned:
 
     def chart(self) -> Figure:
         """The peaks by band under every row, with the card's line: a matplotlib figure."""
-        plan_files.require_charts()
+        installed("Planned.chart", "matplotlib", extra="plots", otherwise="save a page, .html")
         from zerosim.report.plan_chart import peaks
 
         return peaks(self.record)

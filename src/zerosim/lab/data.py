@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from zerosim.bands import Array
+from zerosim.util import arguments
 
 Pair = tuple[Array, Array]
 
@@ -42,12 +43,8 @@ def _digits(rows: int, widths: tuple[int, int], rng: np.random.Generator) -> Cal
     They ship with scikit-learn (E. Alpaydin and C. Kaynak, Optical Recognition of
     Handwritten Digits, UCI Machine Learning Repository, 1998).
     """
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "data='digits' needs scikit-learn, which ships them; pip install 'zerosim[digits]', or use data='noise'."
-        ) from error
+    arguments.installed("data='digits'", "sklearn", extra="digits", otherwise="use data='noise'")
+    datasets = importlib.import_module("sklearn.datasets")
     images: Array = (datasets.load_digits().data / 16).astype(np.float32)
     if widths != (images.shape[1],) * 2:
         raise ValueError(

@@ -17,8 +17,10 @@ from zerosim.planner.batch_sizes import BatchSizes, compact
 from zerosim.planner.config_facts import Facts
 from zerosim.planner.model_source import ModelSource, Prepared, Workload, too_large
 from zerosim.records.question import Finetuning
+from zerosim.util import arguments
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
+PLAIN = "pass a list of layer sizes"  # what is planned without torch
 SEQUENCE = 2048  # the length of a row unless told otherwise, if the model takes so many
 
 
@@ -120,20 +122,8 @@ class ConfigSource(ModelSource):
 
     def _torch(self) -> Any:
         if self._model is None:
-            require("torch", "transformers", extra="plan")
+            arguments.installed("plan(MODEL)", "torch", "transformers", extra="plan", otherwise=PLAIN)
             from zerosim.planner.config_model import ConfigModel
 
             self._model = ConfigModel(self._values, self._where, self._finetuning)
         return self._model
-
-
-def require(*packages: str, extra: str) -> None:
-    """Refuse, with ModuleNotFoundError, what takes a package that is not installed."""
-    from importlib.util import find_spec
-
-    absent = [package for package in packages if find_spec(package) is None]
-    if absent:
-        raise ModuleNotFoundError(
-            f"plan(MODEL): this model takes {' and '.join(absent)}. Install zerosim[{extra}], or pass a list of layer "
-            f"sizes."
-        )

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from zerosim.records.question import ZeroConfig
+from zerosim.util import arguments
 
 INSTEAD = "What is planned are data parallel, ZeRO-1 to -3 and FSDP, over all N GPUs or within nodes"
 PARALLEL = {
@@ -69,10 +70,9 @@ def read(path: Path) -> JobConfig:
 
 
 def _yaml(path: Path, text: str) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plan(config): a YAML file takes PyYAML. Install zerosim[plan].") from error
+    arguments.installed("plan(config)", "yaml", extra="plan", otherwise="pass a file of JSON")
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

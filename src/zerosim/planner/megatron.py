@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerosim.planner import shape_cache
-from zerosim.planner.config_source import ConfigSource, require
+from zerosim.planner.config_source import PLAIN, ConfigSource
 from zerosim.planner.model_source import ModelSource
 from zerosim.records.question import Finetuning
+from zerosim.util import arguments
 from zerosim.worlds.shapes import ModelShapes
 
 TYPES = ("gpt2", "llama", "mistral", "qwen2")
@@ -66,7 +67,7 @@ class MegatronSource(ConfigSource):
         return shapes
 
     def _measured(self, how: tuple[int | None, str, str, str, str], rows: int) -> ModelShapes:
-        require("torch", "transformers", extra="plan")
+        arguments.installed("plan(MODEL)", "torch", "transformers", extra="plan", otherwise=PLAIN)
         from zerosim.planner import megatron_kernels, megatron_model
         from zerosim.torch_models.profile import measure
 

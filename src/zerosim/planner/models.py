@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 from zerosim.planner import config_file, known_models
-from zerosim.planner.config_source import ConfigSource, require
+from zerosim.planner.config_source import PLAIN, ConfigSource
 from zerosim.planner.model_source import ModelSource, Perceptron
 from zerosim.records.question import Finetuning
+from zerosim.util import arguments
 
 MOST_LAYERS = 10_000
 FORMS = (
@@ -39,7 +40,7 @@ def read(text: str, finetuning: Finetuning | None = None) -> ModelSource:
     if _PYTHON.fullmatch(text) and not path.exists():
         finetuning = finetuning or Finetuning()
         _plain(msgspec.structs.replace(finetuning, frozen_dtype=None), "a Python path")
-        require("torch", extra="torch")
+        arguments.installed("plan(MODEL)", "torch", extra="torch", otherwise=PLAIN)
         from zerosim.planner import python_path
 
         return python_path.from_python(text, finetuning.frozen_dtype)

@@ -17,10 +17,14 @@ from zerosim.bands import Array
 from zerosim.util import sizes
 
 
-def installed(call: str, *packages: str, extra: str) -> None:
-    """Refuse what needs packages that are not installed. ModuleNotFoundError, with what installs them."""
+def installed(call: str, *packages: str, extra: str, otherwise: str = "") -> None:
+    """Refuse what needs packages that are not installed. ModuleNotFoundError, with what installs them.
+
+    ``otherwise`` is what can be done without.
+    """
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise ModuleNotFoundError(f"{call} needs {' and '.join(missing)}; pip install 'zerosim[{extra}]'.")
+        instead = f", or {otherwise}" if otherwise else ""
+        raise ModuleNotFoundError(f"{call} needs {' and '.join(missing)}; pip install 'zerosim[{extra}]'{instead}.")
 
 
 def one_of(call: str, option: str, value: object, known: Collection[str]) -> None:
