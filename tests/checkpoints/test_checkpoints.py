@@ -273,3 +273,20 @@ def test_the_command_tells_cuts_and_puts_together(tmp_path: Path) -> None:
     refused = run.invoke(main, ["checkpoint", "info", str(tmp_path)])
     assert refused.exit_code == 2
     assert "there is no checkpoint here" in refused.output
+
+
+@pytest.mark.parametrize("made", ["a file", "below a file"])
+def test_a_folder_that_cannot_be_made_is_named_in_words(made: str, tmp_path: Path) -> None:
+    """Where a file is in the way, the error names the folder that was asked for and says why it cannot be made."""
+    (tmp_path / "taken").write_text("mine")
+    folder = tmp_path / "taken" / ("" if made == "a file" else "run")
+    with pytest.raises(OSError, match=r"save: this folder cannot be made \(.*\): '.*taken") as caught:
+        DP(MLP((3, 2)), 2).save(folder)
+    assert caught.value.filename == str(folder)
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_folder_is_a_path() -> None:
+    """What is no path is refused before anything is written."""
+    with pytest.raises(TypeError, match=r"save\(folder\): folder must be of type .*; got 5"):
+        DP(MLP((3, 2)), 2).save(5)  # type: ignore[arg-type]

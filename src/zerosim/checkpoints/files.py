@@ -122,8 +122,11 @@ def digest(content: bytes) -> str:
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """While a checkpoint is written: nobody else may write there. On an error what was written so far is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
     lock = folder / WRITING
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"save: this folder cannot be made ({error.strerror})", str(folder)) from error
     try:
         lock.touch(exist_ok=False)
     except FileExistsError as error:
@@ -131,6 +134,8 @@ def writing(folder: Path) -> Iterator[None]:
             f"{folder}: another checkpoint is being written there, or was and did not finish. Wait, or remove "
             f"{WRITING} if nobody is writing. What was there before is whole."
         ) from error
+    except OSError as error:
+        raise OSError(error.errno, f"save: nothing can be written here ({error.strerror})", str(folder)) from error
     before = set(folder.glob("*.safetensors"))
     try:
         yield

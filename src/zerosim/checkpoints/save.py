@@ -20,6 +20,7 @@ from zerosim.checkpoints.outline import Outline
 from zerosim.model import MLP
 from zerosim.options import LossScale, Options
 from zerosim.schemes import Scheme
+from zerosim.util import arguments
 
 RUN_ONLY = ("capacity", "host_capacity", "node", "kernels", "threads")  # options that decide no number
 
@@ -36,6 +37,7 @@ def save(scheme: Scheme, folder: str | Path) -> Index:
     >>> zs.save(zs.ZeRO2(zs.MLP(), ranks=2), "folder").row.name
     'ZeRO-2'
     """
+    arguments.instance_of("save", "folder", folder, str | Path)
     folder = Path(folder)
     scheme.check_whole("save")
     if len(scheme.ring.ids) != scheme.ring.size:
