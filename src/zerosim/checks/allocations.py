@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -99,27 +100,28 @@ def unexplained(known: Iterable[Array], least: int = SMALL) -> dict[str, int]:
 
     Blocks of less than ``least`` bytes are bookkeeping.
     """
-    explained = Counter(array.nbytes for array in known)
+    explained = dict(Counter(array.nbytes for array in known))
     found, small = Counter[str](), Counter[str]()
     lines: dict[Any, str] = {}
-    looked_at: list[tuple[str, int]] = []
-    # The traces as they are kept: as objects, each with its frames, they would take ten times as long.
-    for _, size, frames, *_ in getattr(tracemalloc.take_snapshot().traces, "_traces"):  # noqa: B009 - of no type
-        if (line := lines.get(frames)) is None:
-            line = lines[frames] = _line(frames)
-        if line:
-            looked_at.append((line, size))
-        else:  # most of what is known was made there
-            explained[size] -= 1
-    for line, size in looked_at:
-        if explained[size] > 0:
-            explained[size] -= 1
-        else:
-            (found if size >= least else small)[line] += size
+    # The traces as they are kept, (domain, bytes, frames, ...), and read without a tuple or a list being made of any:
+    # each object that is made is traced too, which takes 10 µs.
+    traces = getattr(tracemalloc.take_snapshot().traces, "_traces")  # noqa: B009 - of no type
+    for trace in traces:
+        if (line := lines.get(trace[2])) is None:
+            line = lines[trace[2]] = _line(trace[2])
+        if not line:  # most of what is known was made there
+            explained[trace[1]] = explained.get(trace[1], 0) - 1
+    for trace in traces:
+        if line := lines[trace[2]]:
+            if explained.get(size := trace[1], 0) > 0:
+                explained[size] -= 1
+            else:
+                (found if size >= least else small)[line] += size
     found.update({line: nbytes for line, nbytes in small.items() if nbytes >= MANY})
     return {line: nbytes for line, nbytes in found.items() if nbytes >= LEAST}
 
 
+@lru_cache(maxsize=4096)
 def _line(frames: Sequence[tuple[str, int]]) -> str:
     """The line of this package that made a block, in a room that is looked at; nothing if there is none."""
     for name, number in frames:  # the innermost first
