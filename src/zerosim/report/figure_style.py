@@ -104,7 +104,8 @@ def label_end(axes: Axes, x: float, y: float, text: str, colour: str) -> Text:
 def settle(figure: Figure) -> None:
     """Lay the figure out once and for all, so that labels can be placed by what they measure."""
     FigureCanvasAgg(figure)
-    figure.draw_without_rendering()
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
     figure.set_layout_engine("none")
 
 
