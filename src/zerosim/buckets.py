@@ -60,6 +60,23 @@ class Bucket:
         return held
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """A model under a row on N ranks: its layers, the bucket of each group, and the memory that they are held in."""
+
+    row: Stage
+    layers: Sequence[Layer]
+    buckets: Mapping[Group, Bucket]
+    ranks: Ranks
+    world_size: int
+    options: Options
+
+    @property
+    def trainable(self) -> list[Bucket]:
+        """The buckets that have gradients, in the order of the model."""
+        return [bucket for bucket in self.buckets.values() if bucket.trainable]
+
+
 def _to_multiples(group: Group, multiple: int) -> int:
     return -(-group.size // multiple) * multiple
 

@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 
 from zerosim.bands import FP32, Array, Band, Place
-from zerosim.buckets import Bucket
+from zerosim.buckets import Bucket, Sharding
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer
-from zerosim.options import Options
-from zerosim.ranks import Ranks
-from zerosim.stages import Over, Stage
+from zerosim.stages import Over
 from zerosim.util.shapes import Shaped
 
 
@@ -32,16 +30,9 @@ class Gradients:
     ``comms`` are the collectives over all ranks, the group's and the replicas'.
     """
 
-    def __init__(
-        self,
-        row: Stage,
-        buckets: Mapping[Group, Bucket],
-        layers: Sequence[Layer],
-        comms: Sequence[Comm],
-        ranks: Ranks,
-        options: Options,
-    ) -> None:
-        self._row, self._buckets, self._ranks = row, buckets, ranks
+    def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
+        row, options = sharding.row, sharding.options
+        self._row, self._buckets, self._ranks = row, sharding.buckets, sharding.ranks
         self._all, self._inner, self._outer = comms
         self._each = bool(row.grads) if options.sync is None else options.sync == "each"
         self._all_reduce = options.all_reduce
@@ -49,7 +40,7 @@ class Gradients:
         self._scale = 1 / (first.ring.size * options.accumulate)
         # Backward comes to the layers in reverse, so the first to use a group is the last to write its gradients.
         self._members = np.asarray(self._inner.ring.members)
-        self._completes = {group: layer for layer in reversed(layers) for group in layer.groups}
+        self._completes = {group: layer for layer in reversed(sharding.layers) for group in layer.groups}
         self.begin()
 
     def begin(self) -> None:

@@ -6,17 +6,16 @@ layer computes, nor gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from zerosim.bands import Array, Band, Place
-from zerosim.buckets import Bucket
+from zerosim.buckets import Bucket, Sharding
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer, Role
-from zerosim.options import Options
-from zerosim.ranks import Ranks, Workspace
-from zerosim.stages import Over, Stage
+from zerosim.ranks import Workspace
+from zerosim.stages import Over
 from zerosim.util.casts import convert
 
 
@@ -26,19 +25,11 @@ class Parameters:
     ``comms`` are the collectives over all ranks, the group's and the replicas'.
     """
 
-    def __init__(
-        self,
-        row: Stage,
-        buckets: Mapping[Group, Bucket],
-        layers: Sequence[Layer],
-        comms: Sequence[Comm],
-        ranks: Ranks,
-        options: Options,
-    ) -> None:
-        self._row, self._buckets, self._ranks = row, buckets, ranks
+    def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
+        self._row, self._buckets, self._ranks = sharding.row, sharding.buckets, sharding.ranks
         self._all, self._inner, self._outer = comms
-        self._ahead, self._at_once = options.prefetch, options.gather == "model"
-        self._first = {group: layer for layer in reversed(layers) for group in layer.groups}  # to use a group
+        self._ahead, self._at_once = sharding.options.prefetch, sharding.options.gather == "model"
+        self._first = {group: layer for layer in reversed(sharding.layers) for group in layer.groups}  # to use a group
         self.forget()
 
     def forget(self) -> None:

@@ -18,13 +18,13 @@ from math import inf
 import numpy as np
 
 from zerosim.bands import FP32, Array, Band
-from zerosim.buckets import Bucket
+from zerosim.buckets import Bucket, Sharding
 from zerosim.comm import Comm
 from zerosim.gradients import Gradients
 from zerosim.layers import MicroBatch
-from zerosim.options import LossScale, Options
+from zerosim.options import LossScale
 from zerosim.ranks import Ranks
-from zerosim.stages import Over, Stage
+from zerosim.stages import Over
 from zerosim.util.casts import convert
 from zerosim.util.shapes import Shaped
 
@@ -100,14 +100,11 @@ class Agreement:
     ``comms`` are collectives in fp32 over all ranks, the group's and the replicas'.
     """
 
-    def __init__(
-        self, row: Stage, buckets: Sequence[Bucket], comms: Sequence[Comm], gradients: Gradients, ranks: Ranks,
-        options: Options,
-    ) -> None:  # fmt: skip
-        self._row, self._gradients, self._ranks, self._options = row, gradients, ranks, options
-        self._buckets = [bucket for bucket in buckets if bucket.trainable]
+    def __init__(self, sharding: Sharding, gradients: Gradients, comms: Sequence[Comm]) -> None:
+        self._row, self._ranks, self._options = sharding.row, sharding.ranks, sharding.options
+        self._buckets, self._gradients = sharding.trainable, gradients
         self._all, self._inner, _ = comms
-        self._comm = {Over.ALL: self._all, Over.GROUP: self._inner}.get(row.optimizer)
+        self._comm = {Over.ALL: self._all, Over.GROUP: self._inner}.get(sharding.row.optimizer)
 
     def reach(self, scale: float) -> Agreed:
         """Agree, on gradients that are ``scale`` times too large."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from zerosim.bands import FP32, MODEL_STATES, PARAM_WIRES, WIRES, Array, Band, DType
-from zerosim.buckets import Bucket, build, distinct, split
+from zerosim.buckets import Bucket, Sharding, build, distinct, split
 from zerosim.comm import Comm, Ring
 from zerosim.counts import Event, Phase, Report
 from zerosim.gradients import Gradients
@@ -60,7 +60,7 @@ class Scheme:
     ('2.9...', 33024, 88)
     """
 
-    made_of: tuple[Any, Any, Any] = Gradients, Parameters, Update
+    made_of: tuple[type[Gradients], type[Parameters], type[Update]] = Gradients, Parameters, Update
 
     def __init__(
         self,
@@ -122,15 +122,15 @@ class Scheme:
         self._padding: list[int] = np.sum(
             [bucket.padding(len(self.ring.ids)) for bucket in self.buckets], axis=0
         ).tolist()
-        given = self.shard, dict(zip(groups, self.buckets, strict=True)), self.layers
+        sharding = Sharding(row, self.layers, dict(zip(groups, self.buckets, strict=True)), self.ranks, ranks, options)
         gradients, parameters, update = self.made_of
-        self._gradients = gradients(*given, comms(wire), self.ranks, options)
-        self._parameters = parameters(*given, comms(wire_params), self.ranks, options)
-        self._update = update(row, self.buckets, self._parameters, self._gradients, self.ranks, options, ranks)
+        self._gradients = gradients(sharding, comms(wire))
+        self._parameters = parameters(sharding, comms(wire_params))
+        self._update = update(sharding, self._parameters, self._gradients)
         self._scalars = comms(FP32)
         self.agreement: Agreement | None = None
         if options.clip is not None or options.loss_scale is not None:
-            self.agreement = Agreement(row, self.buckets, self._scalars, self._gradients, self.ranks, options)
+            self.agreement = Agreement(sharding, self._gradients, self._scalars)
 
     @property
     def states(self) -> tuple[Band, ...]:

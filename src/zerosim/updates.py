@@ -14,29 +14,22 @@ from typing import Any
 import numpy as np
 
 from zerosim.bands import FP32, MODEL_STATES, Array, Band, Place
-from zerosim.buckets import Bucket
+from zerosim.buckets import Bucket, Sharding
 from zerosim.counts import Phase
 from zerosim.gradients import Gradients
-from zerosim.options import Options
 from zerosim.parameters import Parameters
-from zerosim.ranks import Ranks
-from zerosim.stages import Stage
 from zerosim.util.shapes import Shaped
 
 OWNED = tuple(band for band in MODEL_STATES if band not in (Band.PARAMS, Band.GRADS))  # what the optimizer has alone
 
 
 class Update:
-    """Updates what is trained, each rank the pieces that are its own under ``row``, of ``n`` ranks."""
+    """Updates what is trained, each rank the pieces that are its own."""
 
-    def __init__(
-        self, row: Stage, buckets: Sequence[Bucket], parameters: Parameters, gradients: Gradients, ranks: Ranks,
-        options: Options, n: int,
-    ) -> None:  # fmt: skip
-        self._row, self._n, self._options = row, n, options
-        self._buckets = [bucket for bucket in buckets if bucket.trainable]
-        self._parameters, self._gradients = parameters, gradients
-        self._ranks, self._ledger = ranks, ranks.ledger
+    def __init__(self, sharding: Sharding, parameters: Parameters, gradients: Gradients) -> None:
+        self._row, self._n, self._options = sharding.row, sharding.world_size, sharding.options
+        self._buckets, self._parameters, self._gradients = sharding.trainable, parameters, gradients
+        self._ranks, self._ledger = sharding.ranks, sharding.ranks.ledger
 
     def apply(
         self, factor: Shaped[Array, "R 1"] | None, *, rate: float, buckets: Sequence[Bucket] | None = None,

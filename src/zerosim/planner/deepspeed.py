@@ -18,7 +18,8 @@ from math import prod
 from typing import Any
 
 from zerosim.bands import Array, Band
-from zerosim.buckets import Bucket, shared
+from zerosim.buckets import Bucket, Sharding, shared
+from zerosim.comm import Comm
 from zerosim.gradients import Gradients
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.parameters import Parameters
@@ -80,13 +81,13 @@ def _elements(group: Group) -> list[int]:
 class Coordinating(Parameters):
     """Parameters that are fetched ahead, kept where they are used again soon, and whole at all times if small."""
 
-    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
-        self._settings, self._stage_3 = _of(options), _stage_3(row)
-        super().__init__(row, buckets, layers, comms, ranks, options)
+    def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
+        self._settings, self._stage_3 = _of(sharding.options), _stage_3(sharding.row)
+        super().__init__(sharding, comms)
         self._standing: dict[Group, Array] = {}  # what is whole of a group also when nothing computes
         if self._stage_3:
-            for group in (group for group in shared(layers) if group.role is not Role.BUFFER):
-                self._stand(group, buckets[group].padded)  # zero.Init leaves tied parameters whole
+            for group in (group for group in shared(sharding.layers) if group.role is not Role.BUFFER):
+                self._stand(group, self._buckets[group].padded)  # zero.Init leaves tied parameters whole
             self._stand_small()
 
     def forget(self) -> None:
@@ -208,10 +209,10 @@ class Coordinating(Parameters):
 class Bucketing(Gradients):
     """Under stage 3, gradients that go into a bucket one by one, and are copied once more as it is reduced."""
 
-    def __init__(self, row: Any, buckets: Any, layers: Sequence[Layer], comms: Any, ranks: Any, options: Any) -> None:
-        self._settings, self._stage_3 = _of(options), _stage_3(row)
-        self._tied = set(shared(layers))  # autograd adds theirs first
-        super().__init__(row, buckets, layers, comms, ranks, options)
+    def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
+        self._settings, self._stage_3 = _of(sharding.options), _stage_3(sharding.row)
+        self._tied = set(shared(sharding.layers))  # autograd adds theirs first
+        super().__init__(sharding, comms)
 
     def _room(self, bucket: Bucket) -> Array:
         if not self._stage_3 or not self._each or bucket.group in self._tied:

@@ -11,22 +11,21 @@ block and kept to the end of the backward, reduced last and all at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zerosim.bands import Array, Band, DType
-from zerosim.buckets import Bucket, shared
+from zerosim.buckets import Bucket, Sharding, shared
 from zerosim.comm import Comm, Ring
 from zerosim.gradients import Gradients
 from zerosim.kernels.operations import Kernels
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.ledger import Ledger
-from zerosim.options import Options
 from zerosim.parameters import Parameters
 from zerosim.planner.recipes import PlannedOptions
-from zerosim.ranks import Ranks, Workspace
+from zerosim.ranks import Workspace
 from zerosim.schemes import Scheme
-from zerosim.stages import Over, Stage
+from zerosim.stages import Over
 from zerosim.updates import Update
 
 
@@ -60,13 +59,11 @@ class Library(Comm):
 class Unsharding(Parameters):
     """Parameters that are gathered into one buffer and copied out of it, parameter by parameter."""
 
-    def __init__(
-        self, row: Stage, buckets: Mapping[Group, Bucket], layers: Sequence[Layer], comms: Sequence[Comm], ranks: Ranks,
-        options: Options,
-    ) -> None:  # fmt: skip
-        self._root = list(dict.fromkeys(group for layer in layers if not wrapped(layer) for group in layer.groups))
-        self._casts = options.recipe.params != options.recipe.working
-        super().__init__(row, buckets, layers, comms, ranks, options)
+    def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
+        bare = (layer for layer in sharding.layers if not wrapped(layer))
+        self._root = list(dict.fromkeys(group for layer in bare for group in layer.groups))
+        self._casts = sharding.options.recipe.params != sharding.options.recipe.working
+        super().__init__(sharding, comms)
 
     def forget(self) -> None:
         super().forget()
@@ -166,12 +163,9 @@ class Unsharding(Parameters):
 class Accumulating(Gradients):
     """Gradients as autograd accumulates them: of tied parameters it adds two to a third."""
 
-    def __init__(
-        self, row: Stage, buckets: Mapping[Group, Bucket], layers: Sequence[Layer], comms: Sequence[Comm], ranks: Ranks,
-        options: Options,
-    ) -> None:  # fmt: skip
-        self._tied = set(shared(layers))
-        super().__init__(row, buckets, layers, comms, ranks, options)
+    def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
+        self._tied = set(shared(sharding.layers))
+        super().__init__(sharding, comms)
 
     def begin(self) -> None:
         super().begin()
@@ -199,13 +193,10 @@ class Accumulating(Gradients):
 class Reducing(Accumulating):
     """Gradients that are copied to a buffer in the dtype that they are reduced in; it stays until the next unit's."""
 
-    def __init__(
-        self, row: Stage, buckets: Mapping[Group, Bucket], layers: Sequence[Layer], comms: Sequence[Comm], ranks: Ranks,
-        options: Options,
-    ) -> None:  # fmt: skip
-        super().__init__(row, buckets, layers, comms, ranks, options)
-        self._root = {group for layer in layers if not wrapped(layer) for group in layer.groups}
-        self._end = layers[0]  # where the backward ends
+    def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
+        super().__init__(sharding, comms)
+        self._root = {group for layer in sharding.layers if not wrapped(layer) for group in layer.groups}
+        self._end = sharding.layers[0]  # where the backward ends
         self._wire = self._all.wire
 
     def begin(self) -> None:
