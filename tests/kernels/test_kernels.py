@@ -141,6 +141,7 @@ RINGS: dict[str, Callable[[], LocalRing]] = {
     "5": lambda: LocalRing(5),
     "3 within each of 2": lambda: LocalRing(3, 6, node=3),
     "2 across 3": lambda: LocalRing(2, 6, step=3, node=3),
+    "5 across 2": lambda: LocalRing(5, 10, step=2, node=2),
     "31": lambda: LocalRing(31),
 }
 
