@@ -53,7 +53,7 @@ class Update:
     def _update(
         self, bucket: Bucket, params: Array, grads: Array, factor: Array | None, rate: float, here: Sequence[bool]
     ) -> None:
-        """Update one bucket: all that is read and written lies where the optimizer is, pieces as ``params`` has them."""
+        """Update one bucket; what is read and written lies where the optimizer is, in pieces as ``params`` are."""
         shape = params.shape
         states: dict[Band, Array] = {
             band: state.reshape(shape) for band, state in bucket.states.items() if band in OWNED
