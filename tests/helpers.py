@@ -41,8 +41,9 @@ def by_night(*values: Any) -> list[Any]:
 
 
 def some_by_night(cases: Iterable[Any], by_day: Callable[[Any], bool]) -> list[Any]:
-    """Parameters of a test in the order of the cases, those by day picked by what they are."""
-    return [each for case in cases for each in ([case] if by_day(case) else by_night(case))]
+    """Parameters of a test, those by day picked by what they are; a tuple is one value for each of several names."""
+    values = ((case, case if isinstance(case, tuple) else (case,)) for case in cases)
+    return [pytest.param(*each, marks=() if by_day(case) else pytest.mark.slow) for case, each in values]
 
 
 def examples(by_night: int, by_day: int, **more: Any) -> drawing:
