@@ -43,8 +43,8 @@ def package_losses(job: Job, steps: int) -> list[float]:
     return [run.step(list(zip(*job.batch(), strict=True))) for _ in range(steps)]
 
 
-# By day what the package is measured from, and against; with kernels or without, other files say that it is the same.
-BY_DAY = [ROSTER[name] for name in (FLOOR, ZEROSIM)]
+# By day what the package is measured from, and itself, with the compiled kernels and without.
+BY_DAY = [ROSTER[name] for name in (FLOOR, ZEROSIM, PLAIN)]
 
 
 @pytest.mark.parametrize("rival", some_by_night(ROSTER.values(), BY_DAY.__contains__), ids=lambda rival: rival.name)

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 import zerosim.parameters
-from helpers import batches, by_night, some_by_night
+from helpers import batches
 from zerosim.checks import allocations
 from zerosim.lab import suite
 from zerosim.options import Options
@@ -95,17 +95,13 @@ def looked_at(ranks: int = RANKS) -> list[Failure]:
     return allocations.run(ZeRO3, SETTINGS, ranks, batches(ranks, 2, rows=3, widths=WIDTHS))
 
 
-@pytest.mark.parametrize("ranks", [RANKS, 67, *by_night(257)])
+@pytest.mark.parametrize("ranks", [RANKS, 67, 257])
 def test_nothing_is_said_of_a_step_that_hides_nothing(ranks: int) -> None:
     """Every block of a step is explained, or is bookkeeping, of which there is more where there are more ranks."""
     assert looked_at(ranks) == []
 
 
-# By day one that lives in a frame alone, and one for each way in which the account is told of memory.
-BY_DAY = ("a generator", "bytes", "lists")
-
-
-@pytest.mark.parametrize("place", some_by_night(PLACES, BY_DAY.__contains__))
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kept", ["within a step", "from the second step on"])
 def test_what_is_kept_is_found_wherever_it_is(place: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As bytes outside the ledger, of the step, from the line that asked for it."""

@@ -143,9 +143,6 @@ RINGS: dict[str, Callable[[], LocalRing]] = {
     "31": lambda: LocalRing(31),
 }
 
-# By day one that sends nothing, one of all ranks and one among replicas.
-DAILY = {name: () if name in ("1", "5", "2 across 3") else pytest.mark.slow for name in RINGS}
-
 
 def comm(ring: LocalRing, wire: DType, kernels: Kernels) -> tuple[Comm, Ledger]:
     ledger = Ledger(len(ring.ids))
@@ -156,7 +153,7 @@ def comm(ring: LocalRing, wire: DType, kernels: Kernels) -> tuple[Comm, Ledger]:
 @pytest.mark.parametrize(
     ("band", "wire"), [(FP32, FP32), (FP16, FP32), (BF16, FP32), (FP16, FP16), (BF16, BF16)], ids=str
 )
-@pytest.mark.parametrize("make", [pytest.param(RINGS[name], id=name, marks=marks) for name, marks in DAILY.items()])
+@pytest.mark.parametrize("make", RINGS.values(), ids=RINGS)
 def test_rings_have_the_bits_and_the_counts_of_single_hops(
     make: Callable[[], LocalRing], band: DType, wire: DType, compiled: Kernels
 ) -> None:
@@ -239,9 +236,9 @@ def outcome(scheme: Scheme, batches: list[Any]) -> dict[str, Any]:
 
 
 TRAINED = [
-    pytest.param(row, name, id=f"{row.name}, {name}", marks=() if at % 3 == place % 3 else pytest.mark.slow)
-    for place, row in enumerate(ROWS)  # by day every row, and every precision, with a third of the others
-    for at, (name, precision) in enumerate(PRECISIONS.items())
+    pytest.param(row, name, id=f"{row.name}, {name}")
+    for row in ROWS
+    for name, precision in PRECISIONS.items()
     if precision.everywhere or row.params  # what is kept otherwise is not what forward reads
 ]
 

@@ -101,10 +101,9 @@ CHOSEN: list[Any] = [
     *some_by_night(
         ({"data": data, "widths": [64, 3, 64]} for data in choices("data")), lambda each: each["data"] == "digits"
     ),
-    {"ranks": 1},
-    *by_night({"ranks": 2}),
+    *({"ranks": ranks} for ranks in (1, 2)),
     {"ranks": 4, "node": 2, "host_capacity": 10**6},
-    *by_night(*STEP),
+    *STEP,
     {"resume_at": 1, "steps": 2, "capacity": 2000},
     {"ranks": 4, "node": 2, "steps": 3, "resume_at": 1, "resume_ranks": 6} | AS_RUN,
     *by_night(

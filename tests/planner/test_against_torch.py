@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 RANKS, NODE = 8, 4
 WIDE, LONG = (256, 4, (2, 32)), (64, 6, (16, 128))  # width, blocks, rows of tokens: parameters, or activations count
 CASES = [pytest.param(WIDE, id="wide"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
-FSDP2: list[tuple[Stage, dict[str, Any]]] = [(ZeRO3, {})]
+FSDP2: list[tuple[Stage, dict[str, Any]]] = [(ZeRO3, {}), (HSDP, {"node": NODE})]
 KEPT: list[tuple[Stage, dict[str, Any]]] = [
-    (HSDP, {"node": NODE}), (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}),
+    (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}),
     (HSDPKept, {"node": NODE, "reshard": False}),
 ]  # fmt: skip
 
