@@ -45,7 +45,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is slow is not left out at night alone; then ``helpers.examples`` draws all that it is asked for."""
+    """Where slow tests are not left out, ``helpers.examples`` draws all that it is asked for."""
     if not config.option.markexpr and not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("night")
 
