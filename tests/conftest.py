@@ -7,7 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "Agg"  # the environment, so that a command run by a test has it too
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import jaxtyping
@@ -15,16 +16,38 @@ import numpy as np
 import pytest
 from jaxtyping import install_import_hook
 
+check_shapes = jaxtyping.jaxtyped
+
+
+def check_shapes_if_any(**how: Any) -> Callable[[Any], Any]:
+    """As jaxtyping's own, but what is defined within a function, each time that it runs, costs nothing if unchecked."""
+    check = check_shapes(**how)
+
+    def checked(defined: Any) -> Any:
+        unchecked = jaxtyping.config.jaxtyping_disable and "<locals>" in getattr(defined, "__qualname__", "")
+        return defined if unchecked else check(defined)
+
+    return checked
+
+
+jaxtyping.jaxtyped = check_shapes_if_any  # type: ignore[assignment]
 # Only here: users pay nothing for the shapes in the signatures. Must precede every import of zerosim.
 # As for mypy, an int will do where a float is asked for.
 install_import_hook("zerosim", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-# The same examples everywhere, so that what fails in one place fails in all.
-# To look for new ones: pytest --hypothesis-profile=default
 pytest.register_assert_rewrite("helpers", "planting")  # so that what fails there says why, as it does in a test
 
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+# The same examples everywhere, so that what fails in one place fails in all; by night all that a test asks for.
+# To look for new ones: pytest --hypothesis-profile=default
+for profile in ("repeatable", "night"):
+    hypothesis.settings.register_profile(profile, derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where slow tests are not left out, ``helpers.examples`` draws all that it is asked for."""
+    if not config.option.markexpr and not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("night")
 
 
 @pytest.fixture
@@ -51,7 +74,6 @@ def floating_errors_raise() -> Iterator[None]:
 @pytest.fixture
 def unsanitized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the stricter world and the account of memory, most of a small lab's time, to the tests that are of them."""
-    from zerosim.checks import allocations, sanitizer
+    from helpers import leave_memory_alone
 
-    for check in (allocations, sanitizer):
-        monkeypatch.setattr(check, "run", lambda *_: [])
+    leave_memory_alone(monkeypatch)

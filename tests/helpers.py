@@ -4,7 +4,7 @@ Owns no claim. Everything here is plain enough to be checked by reading, as what
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -14,18 +14,21 @@ from typing import Any, NamedTuple, get_args
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import settings as drawing
 
 from zerosim import theory
 from zerosim.bands import FP32, PRECISIONS, WIRES, Array, Band, DType
 from zerosim.buckets import PADDINGS
+from zerosim.checks import allocations, sanitizer
 from zerosim.comm import Ring
 from zerosim.counts import Report
+from zerosim.lab import suite
 from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam
 from zerosim.options import Gather, Options, Sync
 from zerosim.ranks import Workspace
 from zerosim.records.real_ranks import Settings as RealSettings
-from zerosim.records.results import Settings
+from zerosim.records.results import Results, Settings
 from zerosim.schemes import SCHEMES, Scheme, Stage, ZeRO3
 
 Pair = tuple[Array, Array]
@@ -35,6 +38,19 @@ Batch = list[Pair]
 def by_night(*values: Any) -> list[Any]:
     """Parameters of a test that are tried at night alone, as one by day tells as much."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def some_by_night(cases: Iterable[Any], by_day: Callable[[Any], bool]) -> list[Any]:
+    """Parameters of a test, those by day picked by what they are; a tuple is one value for each of several names."""
+    values = ((case, case if isinstance(case, tuple) else (case,)) for case in cases)
+    return [pytest.param(*each, marks=() if by_day(case) else pytest.mark.slow) for case, each in values]
+
+
+def examples(by_night: int, by_day: int, **more: Any) -> drawing:
+    """How many examples are drawn, fewer of them by day; ``more`` is hypothesis's."""
+    # The night's profile is conftest's, and that of who looks for new examples is hypothesis's own.
+    daily = drawing.get_current_profile_name() == "repeatable"
+    return drawing(max_examples=by_day if daily else by_night, **more)
 
 
 MINE = Stage("mine", optimizer=True, grads=True)  # a row of one's own, which shards what ZeRO-2 does
@@ -129,6 +145,19 @@ def lab_settings(**changes: Any) -> Settings:
         "gather": "layer", "data": "noise", "capacity": None, "widths": [7, 11, 3],
     }  # fmt: skip
     return Settings(**usual | changes)
+
+
+def leave_memory_alone(patch: pytest.MonkeyPatch) -> None:
+    """Let a lab do without the stricter world and the account of memory, most of a small one's time."""
+    for check in (allocations, sanitizer):
+        patch.setattr(check, "run", lambda *_: [])
+
+
+def plain_lab(settings: Settings, **more: Any) -> Results:
+    """What a lab finds, for tests of what becomes of it: memory is left to the tests that are of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_memory_alone(patch)
+        return suite.run(settings, **more)
 
 
 def real_settings(**changes: Any) -> RealSettings:

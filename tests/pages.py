@@ -17,7 +17,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from zerosim.lab import suite as lab
+from helpers import plain_lab
 from zerosim.records.results import EventRecord, Failure, Results, Settings
 from zerosim.report import page as report
 from zerosim.stages import HFSDP, HPZ, HSDP, SCHEMES, Infinity, Stage, ZeRO3
@@ -36,7 +36,7 @@ MINE = Stage("mine", optimizer=True, grads=True)
 
 @functools.cache
 def run(capacity: int | None = None) -> Results:
-    return lab.run(replace(SETTINGS, capacity=capacity))
+    return plain_lab(replace(SETTINGS, capacity=capacity))
 
 
 def small_card() -> Results:
@@ -80,14 +80,14 @@ def bare() -> Results:
 @functools.cache
 def own() -> Results:
     """The four and a row of the caller's own, which does what ZeRO-2 does."""
-    return lab.run(replace(SETTINGS, steps=1), rows=(*SCHEMES[:3], MINE, SCHEMES[3]))
+    return plain_lab(replace(SETTINGS, steps=1), rows=(*SCHEMES[:3], MINE, SCHEMES[3]))
 
 
 @functools.cache
 def nodes() -> Results:
     """Rows with groups, a second copy and states on the host, and one that nobody has named, on 2 nodes of 2."""
     rows = ZeRO3, HSDP, HFSDP, HPZ, Infinity, Stage("half", optimizer="all", grads="group")
-    return lab.run(replace(SETTINGS, ranks=4, node=2, steps=1), rows=rows)
+    return plain_lab(replace(SETTINGS, ranks=4, node=2, steps=1), rows=rows)
 
 
 CASES: dict[str, Callable[[], Results]] = {

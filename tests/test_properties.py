@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import EVERYWHERE, MINE, OWN, Batch, bits, draw, nonzero, options, perceptrons, traffic, wires
+from helpers import EVERYWHERE, MINE, OWN, Batch, bits, draw, examples, nonzero, options, perceptrons, traffic, wires
 from zerosim.bands import MODEL_STATES, PRECISIONS, WIRES, Band
 from zerosim.buckets import PADDINGS
 from zerosim.checks import compare as checks
@@ -49,7 +49,6 @@ def labs(draw: st.DrawFn) -> Settings:
 
 
 ranks = st.integers(1, 13)
-examples = settings(max_examples=30)
 
 
 def batch_for(scheme: Scheme, seed: int) -> Batch:
@@ -110,7 +109,7 @@ def flops(report: Report) -> dict[str, int]:
 # -- the properties
 
 
-@examples
+@examples(by_night=30, by_day=15)
 @given(labs(), st.sampled_from(OWN), st.integers(0, 4))
 def test_every_equality_of_the_lab_holds(lab: Settings, mine: Stage, sanitized: int) -> None:
     """The four schemes and a row of one's own agree bit for bit on all ranks, and all counts are the closed forms'.
@@ -128,7 +127,7 @@ def test_every_equality_of_the_lab_holds(lab: Settings, mine: Stage, sanitized: 
     assert [str(failure) for some in failures for failure in some] == []
 
 
-@examples
+@examples(by_night=30, by_day=15)
 @given(perceptrons, ranks, options(), st.booleans(), st.integers(0, 3), st.sampled_from(["layer", "model"]))
 def test_all_schemes_are_alike_under_the_same_options(
     model: MLP, ranks: int, shared: Options, all_reduce: bool, prefetch: int, gather: str
@@ -149,7 +148,7 @@ def test_all_schemes_are_alike_under_the_same_options(
         assert [str(failure) for failure in alike(schemes, step)] == []
 
 
-@examples
+@examples(by_night=30, by_day=15)
 @given(perceptrons, ranks, options([*EVERYWHERE, "fsdp"]), st.integers(1, 4))
 def test_gathering_ahead_changes_memory_alone(model: MLP, ranks: int, shared: Options, prefetch: int) -> None:
     """ZeRO-3 that gathers layers ahead learns, sends, computes and rests at the same; its peak is no lower."""
@@ -161,7 +160,7 @@ def test_gathering_ahead_changes_memory_alone(model: MLP, ranks: int, shared: Op
         assert lazy.peak.total <= eager.peak.total
 
 
-@examples
+@examples(by_night=30, by_day=15)
 @given(perceptrons, ranks, options(), st.sampled_from(ROWS))
 def test_checkpointing_costs_a_second_forward(model: MLP, ranks: int, shared: Options, stage: Stage) -> None:
     """A layer that runs forward again learns and sends the same, and its backward has the forward's FLOPs on top."""
@@ -174,7 +173,7 @@ def test_checkpointing_costs_a_second_forward(model: MLP, ranks: int, shared: Op
         assert flops(twice) == flops(once) | extra
 
 
-@examples
+@examples(by_night=30, by_day=15)
 @given(perceptrons, ranks, options(), st.sampled_from([ZeRO1, ZeRO2]))
 def test_all_reducing_sends_twice_the_gradients(model: MLP, ranks: int, shared: Options, stage: Stage) -> None:
     """ZeRO-1 or -2 that all-reduces instead of reduce-scattering learns the same and sends gradients twice."""
@@ -187,7 +186,7 @@ def test_all_reducing_sends_twice_the_gradients(model: MLP, ranks: int, shared: 
         assert scattered == reduced
 
 
-@examples
+@examples(by_night=30, by_day=15)
 @given(perceptrons, ranks, options(["mixed", "bf16", "mixed-main-grads", "bf16-fp32-grads"]), st.sampled_from(ROWS))
 def test_parameters_may_travel_in_their_own_dtype(model: MLP, ranks: int, shared: Options, stage: Stage) -> None:
     """Parameters sent in 16 bits instead of 32 arrive as they were, for half the bytes; gradients are as before."""
@@ -200,7 +199,7 @@ def test_parameters_may_travel_in_their_own_dtype(model: MLP, ranks: int, shared
         assert half == wide | {key: [nbytes // 2 for nbytes in wide[key]] for key in [key] if key in wide}
 
 
-@examples
+@examples(by_night=30, by_day=15)
 @given(perceptrons, st.integers(1, 2), options(), st.sampled_from(sorted(PADDINGS)), st.integers(1, 200))
 def test_buckets_and_padding_change_bytes_alone(
     model: MLP, ranks: int, shared: Options, padding: str, bucket: int

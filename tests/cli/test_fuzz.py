@@ -16,17 +16,17 @@ import jaxtyping
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import Phase as Part
 from hypothesis import strategies as st
 
+from helpers import examples, plain_lab
 from zerosim.bands import PRECISIONS, Band
 from zerosim.cli import corroborate as corroboration
 from zerosim.cli import lab as lab_command
 from zerosim.cli import main as cli
 from zerosim.cli import plan as planner
 from zerosim.counts import Phase
-from zerosim.lab import suite as lab
 from zerosim.lab.record import load
 from zerosim.records import consistency as soundness
 from zerosim.records import results
@@ -35,8 +35,9 @@ from zerosim.records.results import Results, Settings
 from zerosim.report import plots
 
 WHOLE_PAGE = {"results.json", "report.html", "trace.json"}
-examples = settings(
-    max_examples=150,
+some = examples(
+    by_night=150,
+    by_day=40,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Part.explicit, Part.generate],  # what is drawn is small, and results are long to print
 )
@@ -54,7 +55,7 @@ def shapes_unchecked() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def found() -> Results:
     """A lab run as small as one can be that has a sweep, padding and all ablations."""
-    return lab.run(
+    return plain_lab(
         Settings(
             ranks=3, steps=2, batch=1, seed=1, model_seed=0, precision="mixed", wire="fp32", gather="layer",
             data="noise", capacity=None, widths=[2, 3, 1],
@@ -66,7 +67,7 @@ def found() -> Results:
 def card(found: Results) -> Results:
     """The same on a card on which data parallel runs out of memory and ZeRO-3 does not."""
     capacity = found.schemes[-1].steps[-1].peak.total
-    return lab.run(msgspec.structs.replace(found.settings, capacity=capacity))
+    return plain_lab(msgspec.structs.replace(found.settings, capacity=capacity))
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +145,7 @@ VALUES: st.SearchStrategy[Any] = st.sampled_from(
 somewhere = st.floats(0, 1, exclude_max=True)  # a position, whatever the length
 
 
-@examples
+@some
 @given(
     st.lists(
         st.tuples(
@@ -177,7 +178,7 @@ def test_a_file_with_other_bytes_is_refused_or_read_whole(
     check_reading(bytes(content), tmp_path)
 
 
-@examples
+@some
 @given(
     st.booleans(), somewhere, VALUES, st.text(string.printable, max_size=9),
     st.sampled_from(["swap", "swap", "drop", "twice", "rename", "reverse"]),
@@ -361,7 +362,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(by_night=300, by_day=90, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines())
 def test_whatever_is_typed_ends_in_words(found: Results, line: list[str]) -> None:
     """Exit code 0 with all of the files, or 2 with none; never a traceback, never a part."""
@@ -474,6 +475,7 @@ def test_a_lab_that_is_ended_at_any_instant_can_be_run_again(
         assert {code for code, _, _ in ended} >= {130, 143}
 
 
+@pytest.mark.slow
 def test_a_lab_on_a_full_disk_leaves_what_was_there(found: Results, tmp_path: Path) -> None:
     """However early a file can grow no further, exit code 2, the old results and no part of the new ones."""
     *failed, (code, _, created) = at_every_instant(found, tmp_path, [], limit=30_000)

@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 import zerosim
-from helpers import by_night
+from helpers import by_night, leave_memory_alone
 from zerosim.bands import PRECISIONS, WIRES, Band
 from zerosim.cli import lab as lab_command
 from zerosim.cli import main as cli
@@ -31,6 +30,25 @@ SMALL = ["lab", "--ranks", "3", "--steps", "2", "--batch", "2"]
 def run(*arguments: str, out: Path | None = None) -> Result:
     """The command in this process."""
     return CliRunner().invoke(cli.main, [*arguments, *(["--out", str(out)] if out else [])])
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave figures, most of what is left of a small lab's time, to the tests that are of them."""
+    monkeypatch.setattr("zerosim.report.plots.figures", lambda _: {})
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a small lab writes, and what it prints with --json."""
+    folder = tmp_path_factory.mktemp("recorded") / "lab"
+    with pytest.MonkeyPatch.context() as patch:
+        leave_memory_alone(patch)
+        patch.setattr("zerosim.report.plots.figures", lambda _: {})
+        result = run(*SMALL, "--json", out=folder)
+    assert result.exit_code == 0, result.output
+    (folder / "printed.json").write_text(result.stdout)
+    return folder
 
 
 def test_the_lab_prints_its_verdicts_and_writes_results_and_figures(tmp_path: Path) -> None:
@@ -63,14 +81,12 @@ def test_without_matplotlib_there_are_no_figures_and_it_says_so(
         run_of_mine.timeline().plot()
 
 
-@pytest.mark.usefixtures("unsanitized")
-def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
+def test_json_is_all_there_is_on_standard_output(recorded: Path) -> None:
     """With --json the output is the results file, and progress goes to standard error."""
-    result = run(*SMALL, "--json", out=tmp_path)
-    assert json.loads(result.stdout) == json.loads((tmp_path / "results.json").read_text())
+    assert json.loads((recorded / "printed.json").read_text()) == json.loads((recorded / "results.json").read_text())
 
 
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_a_failed_check_is_named_and_exits_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheme that learns something else makes the command fail, with scheme, step, rank, band and both values."""
     step = Scheme.step
@@ -89,7 +105,7 @@ def test_a_failed_check_is_named_and_exits_with_one(tmp_path: Path, monkeypatch:
     assert results.load(tmp_path / "results.json").failures
 
 
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_a_card_of_limited_memory_is_reported(tmp_path: Path) -> None:
     """--capacity says which schemes ran out of memory where, and the others' numbers stand."""
     result = run(*SMALL, "--capacity", "400kB", out=tmp_path)
@@ -170,7 +186,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs
     assert "--out" in result.output
 
 
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_an_interrupted_lab_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted at the last moment, the lab replaces no file and leaves none, and says so with exit code 130."""
     (tmp_path / "results.json").write_text("old")
@@ -195,7 +211,7 @@ def test_a_folder_in_a_files_place_is_refused_before_anything_runs(
     assert "results.json in it is a folder" in result.output
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", *by_night("ascii")])
+@pytest.mark.parametrize("encoding", by_night("utf-8", "ascii"))
 def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path, encoding: str) -> None:
     """Output that is cut short, or in an encoding without our characters, leaves the verdict's exit code."""
     command = [sys.executable, "-m", "zerosim", *SMALL, "--out", str(tmp_path)]
@@ -213,7 +229,7 @@ def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path, encoding: str) ->
 def test_an_encoding_without_our_characters_still_says_what_holds(tmp_path: Path) -> None:
     """In a C locale every character has one that stands for it."""
     done = subprocess.run(
-        [sys.executable, "-m", "zerosim", *SMALL, "--capacity", "400kB", "-v", "--out", str(tmp_path)],
+        [sys.executable, "-m", "zerosim", *SMALL, "--steps", "1", "--capacity", "400kB", "-v", "--out", str(tmp_path)],
         env=os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
     )  # fmt: skip
     text = done.stdout.decode("ascii")
@@ -222,11 +238,9 @@ def test_an_encoding_without_our_characters_still_says_what_holds(tmp_path: Path
     assert "| data parallel" in text
 
 
-@pytest.mark.usefixtures("unsanitized")
-def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_together_are_refused(recorded: Path, tmp_path: Path) -> None:
     """A results file that is sound part by part but not as a whole gets one line, exit code 2, and no page."""
-    assert run(*SMALL, out=tmp_path / "lab").exit_code == 0
-    record = json.loads((tmp_path / "lab" / "results.json").read_text())
+    record = json.loads((recorded / "results.json").read_text())
     record["differences"][0]["step"] = 99
     (tmp_path / "odd.json").write_text(json.dumps(record))
     result = run("report", str(tmp_path / "odd.json"), out=tmp_path / "out")
@@ -234,14 +248,12 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("unsanitized")
-def test_a_report_is_made_from_results(tmp_path: Path) -> None:
+def test_a_report_is_made_from_results(recorded: Path, tmp_path: Path) -> None:
     """``zerosim report`` writes the page and the trace that the lab writes, from its results alone."""
-    assert run(*SMALL, out=tmp_path / "lab").exit_code == 0
-    result = run("report", str(tmp_path / "lab" / "results.json"), out=tmp_path / "again")
+    result = run("report", str(recorded / "results.json"), out=tmp_path / "again")
     assert result.exit_code == 0, result.output
     for name in ("report.html", "trace.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "lab" / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == (recorded / name).read_bytes()
 
 
 def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -262,7 +274,7 @@ def test_the_module_is_the_command() -> None:
 # -- a training step as people run it
 
 
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_a_step_as_people_run_it_is_checked_and_shown(tmp_path: Path) -> None:
     """Clipped, scaled, uneven, decayed and resumed on other ranks: all holds, and what was agreed on is shown."""
     asked = ["--clip", "0.5", "--loss-scale", "65536", "--uneven", "--optimizer", "adamw", "--resume-at", "1:2"]
@@ -283,7 +295,7 @@ def test_a_step_as_people_run_it_is_checked_and_shown(tmp_path: Path) -> None:
         assert f"{step.norm:.6f}" in result.output
 
 
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_what_a_naive_mean_would_have_been_is_said(tmp_path: Path) -> None:
     """Uneven micro-batches pass every check, and the screen and the page say both losses in one line."""
     asked = ["--uneven", "--accumulate", "2", "--clip", "0.5", "--norm-type", "inf", "--clip-eps", "0"]
@@ -303,7 +315,7 @@ def test_what_a_naive_mean_would_have_been_is_said(tmp_path: Path) -> None:
     assert said.replace(" ", "") in "".join(result.output.split())
 
 
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_averaged_over_ranks_there_is_no_other_mean(tmp_path: Path) -> None:
     """What is taken is the mean of means, which is said at the top and not again."""
     result = run(*SMALL, "--uneven", "--average", "ranks", out=tmp_path)
@@ -314,7 +326,7 @@ def test_averaged_over_ranks_there_is_no_other_mean(tmp_path: Path) -> None:
         assert all(step.mean_of_means == step.loss for step in record.steps)
 
 
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_a_scale_that_rounds_is_noted(tmp_path: Path) -> None:
     """A loss scale that is no power of two is taken, and said to round."""
     result = run(*SMALL, "--steps", "1", "--loss-scale", "1000", out=tmp_path)
@@ -355,6 +367,7 @@ def test_a_scheme_that_there_is_not_is_refused(tmp_path: Path, text: str, messag
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_rows_are_chosen_and_ones_own_goes_all_the_way(tmp_path: Path) -> None:
     """The rows that are named are those that are run, in this order; the file of a row of one's own can be read."""
     chosen = ["--scheme", "dp", "--scheme", "mine=optimizer,grads", "--scheme", "zero-2"]
@@ -403,7 +416,7 @@ def test_the_choices_are_those_of_the_command() -> None:
         for value in values
     ],
 )
-@pytest.mark.usefixtures("unsanitized")
+@pytest.mark.usefixtures("unsanitized", "undrawn")
 def test_what_the_lab_writes_the_report_reads(tmp_path: Path, option: str, value: str) -> None:
     """Whatever is chosen, the file of a lab that succeeds can be made a page of; what cannot be run leaves no file."""
     if value == "digits":
@@ -420,8 +433,7 @@ def test_what_the_lab_writes_the_report_reads(tmp_path: Path, option: str, value
         *precision.get(value, []),
         *BESIDE.get(option, []),
     ]
-    with mock.patch.multiple("zerosim.report.plots", figures=lambda _: {}):
-        result = run(*arguments, out=tmp_path / "lab")
+    result = run(*arguments, out=tmp_path / "lab")
     assert result.exit_code == 0, result.output
     again = run("report", str(tmp_path / "lab" / "results.json"), out=tmp_path / "again")
     assert again.exit_code == 0, again.output

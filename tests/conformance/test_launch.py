@@ -29,7 +29,7 @@ def test_each_rank_ends_in_its_own_way_and_none_later_than_was_asked(capfd: pyte
         if rank == 4:
             time.sleep(60)
 
-    ran = run_ranks(rank_of, 5, timeout=15, show=False)
+    ran = run_ranks(rank_of, 5, timeout=8, show=False)
     assert ran.codes == [0, 3, 1, -signal.SIGTERM, -signal.SIGKILL]
     assert ran.output == "".join(f"I am {rank}\n" for rank in range(5))
     assert ran.errors[2].endswith("KeyError: 'mine'\n")

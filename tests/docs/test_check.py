@@ -3,9 +3,12 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from helpers import by_night
 
 PAGE = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
 [SCRIPT] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -21,15 +24,28 @@ def ran(script: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def forked(script: str, folder: Path) -> tuple[int, str]:
+    """The same of a script on ranks that are forked from here, which have their group, and torch."""
+    from zerosim.conformance import run_ranks
+
+    joins = 'dist.init_process_group("gloo")\n'
+    assert script.count(joins) == 1
+    found = run_ranks(lambda rank: exec(script.replace(joins, ""), {}), show=False)
+    return max(found.codes), found.output
+
+
 def plain(text: str) -> str:
     """A verdict without its line breaks, and without how far off a value is, whose digits are the machine's."""
     return re.sub(r"up to [\d.e+-]+", "up to", " ".join(text.split()))
 
 
-def test_the_script_is_found_wrong_as_the_page_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", [forked, *by_night(ran)], ids=lambda how: how.__name__)
+def test_the_script_is_found_wrong_as_the_page_says(
+    started: Callable[[str, Path], tuple[int, str]], tmp_path: Path
+) -> None:
     """The verdict and the finding, word for word, and an exit code that a shell sees."""
     pytest.importorskip("torch")
-    code, output = ran(SCRIPT, tmp_path)
+    code, output = started(SCRIPT, tmp_path)
     assert code
     assert plain(output).startswith(plain(SAID))
 

@@ -114,7 +114,7 @@ def six() -> Ran:
     return _run(6, PRIME, GROUPED)
 
 
-@pytest.fixture(params=["four", "mesh", *by_night("five", "six")])
+@pytest.fixture(params=["four", *by_night("mesh", "five", "six")])
 def ran(request: pytest.FixtureRequest) -> Ran:
     found: Ran = request.getfixturevalue(request.param)
     return found
@@ -153,7 +153,7 @@ ONE_RING = SimpleNamespace(fsdp_average=_over_all_at_once)
     [
         ("four", "averages.ring_sum", _in_order_of_ranks),
         pytest.param("five", "averages.ring_sum", _in_order_of_ranks, marks=pytest.mark.slow),
-        ("mesh", "comparison.averages", ONE_RING),
+        pytest.param("mesh", "comparison.averages", ONE_RING, marks=pytest.mark.slow),
     ],
 )
 def test_another_order_of_summation_is_noticed(
@@ -193,6 +193,7 @@ def test_a_collective_that_is_not_known_of_is_noticed(four: Ran) -> None:
         assert {failure.rank for failure in compared_with.failures} == set(range(4))
 
 
+@pytest.mark.slow
 def test_a_ring_that_is_another_is_noticed(mesh: Ran) -> None:
     """The bytes' check fails, on every rank, where what ran over a group is said to have run over all."""
     [(row, seen)] = _rows(mesh)
@@ -205,6 +206,7 @@ def test_a_ring_that_is_another_is_noticed(mesh: Ran) -> None:
     assert {failure.rank for failure in compared_with.failures} == set(range(4))
 
 
+@pytest.mark.slow
 def test_traffic_on_a_mesh(mesh: Ran) -> None:
     """Parameters are gathered twice in the group and reduced there, and each half all-reduced over two replicas."""
     half, ranks = 4 * P // 2, mesh.row(MESH).ranks
@@ -259,6 +261,7 @@ def test_held_bytes(four: Ran) -> None:
     assert [rank.held[PARAMS] + rank.held[GRADS] for rank in dealt] == [8 * P] * 4
 
 
+@pytest.mark.slow
 def test_held_bytes_on_a_mesh(mesh: Ran) -> None:
     """Every rank of a mesh holds a half of everything, whichever of the two groups it is in."""
     for rank in mesh.row(MESH).ranks:
@@ -321,6 +324,7 @@ def test_what_a_framework_behaves_like(four: Ran) -> None:
     assert "gloo moves 3.00 P" in departs["FSDP2, reshard_after_forward=False"]
 
 
+@pytest.mark.slow
 def test_what_a_mesh_behaves_like(mesh: Ran) -> None:
     """FSDP2 on a 2-D mesh is HSDP, in bytes held and asked for."""
     row = mesh.row(MESH)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from helpers import lab_settings
+from helpers import lab_settings, plain_lab
 from zerosim import theory
 from zerosim.lab import suite
 from zerosim.lab.experiment import job_of, model_of
@@ -89,7 +89,7 @@ def test_with_int8_every_way_of_gathering_is_an_order() -> None:
 
 def test_int8_beside_the_exact_run() -> None:
     """The lab shows what is saved and what becomes of the loss, wherever there are master weights."""
-    found = suite.run(lab_settings(ranks=4, widths=[64, 128, 3]), rows=[ZeRO3])
+    found = plain_lab(lab_settings(ranks=4, widths=[64, 128, 3]), rows=[ZeRO3])
     beside = found.ablations.int8_params
     assert beside is not None
     job = job_of(found.settings, model_of(found.settings), ZeRO3, 4)
@@ -99,7 +99,7 @@ def test_int8_beside_the_exact_run() -> None:
     assert beside.losses_exact == [step.loss for step in found.schemes[0].steps]
     assert beside.losses[0] != beside.losses_exact[0]
     assert f"{beside.sent:,} B instead of {beside.sent_exact:,}" in printed(found)
-    assert suite.run(lab_settings(ranks=2, precision="fp32"), rows=[ZeRO3]).ablations.int8_params is None
+    assert plain_lab(lab_settings(ranks=2, precision="fp32"), rows=[ZeRO3]).ablations.int8_params is None
 
 
 # -- links and places
@@ -136,7 +136,7 @@ def test_links_and_places_are_recorded_and_shown(found: Results) -> None:
 
 def test_where_there_are_no_links_none_are_shown() -> None:
     """Four schemes without nodes look as they always have."""
-    found = suite.run(lab_settings(ranks=2), rows=SCHEMES)
+    found = plain_lab(lab_settings(ranks=2), rows=SCHEMES)
     text = printed(found)
     assert "by link" not in text
     assert "Between orders" not in text
@@ -162,7 +162,7 @@ def test_a_host_without_memory_is_recorded_as_such(tmp_path: Path) -> None:
     plots.timeline(found)
     results.save(found, tmp_path / "results.json")
     assert load(tmp_path / "results.json") == found
-    enough = suite.run(replace(asked, host_capacity=need), rows=[Infinity])
+    enough = plain_lab(replace(asked, host_capacity=need), rows=[Infinity])
     assert len(enough.completed()) == 1
 
 

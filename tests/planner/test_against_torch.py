@@ -17,14 +17,15 @@ from helpers import by_night  # noqa: E402
 from planner.torch_memory import Block, Model, cross_entropy, fsdp2_peak, plain_peak  # noqa: E402
 from zerosim.stages import DP, HPZ, HSDP, HSDPKept, Stage, ZeRO3, ZeRO3Kept  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 RANKS, NODE = 8, 4
 WIDE, LONG = (256, 4, (2, 32)), (64, 6, (16, 128))  # width, blocks, rows of tokens: parameters, or activations count
 CASES = [pytest.param(WIDE, id="wide"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
-FSDP2: list[tuple[Stage, dict[str, Any]]] = [
-    (ZeRO3, {}), (HSDP, {"node": NODE}),
-]  # fmt: skip
+FSDP2: list[tuple[Stage, dict[str, Any]]] = [(ZeRO3, {}), (HSDP, {"node": NODE})]
 KEPT: list[tuple[Stage, dict[str, Any]]] = [
-    (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}), (HSDPKept, {"node": NODE, "reshard": False}),
+    (ZeRO3Kept, {"reshard": False}), (HPZ, {"reshard": NODE}),
+    (HSDPKept, {"node": NODE, "reshard": False}),
 ]  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_the_optimizers_own_memory() -> None:
 
 @pytest.mark.parametrize("tied", [True, *by_night(False)])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("buckets", [None, "copies", "views"])
+@pytest.mark.parametrize("buckets", ["views", *by_night(None, "copies")])
 def test_plain_torch_and_ddp(buckets: str | None, case: tuple[int, int, tuple[int, int]], tied: bool) -> None:
     """One card by itself, and DDP with gradients beside its buckets or in them."""
     model, shape = Model(*case[:2], tied=tied), case[2]

@@ -13,6 +13,8 @@ from zerosim.records.plan import Cell
 from zerosim.stages import DP, HPZ, HSDP, ROWS, Stage, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
 from zerosim.util import sizes
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 MLP = [256, 1024, 256]
 PARAMS = 256 * 1024 + 1024 + 1024 * 256 + 256
 RANKS, NODE = 16, 4

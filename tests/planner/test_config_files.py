@@ -102,7 +102,7 @@ def test_what_text_does_not_reach_is_frozen_left_out_or_trained() -> None:
     assert found == {"frozen": (whole - vision, vision), "left out": (whole - vision, 0), "trained": (whole, 0)}
 
 
-@pytest.mark.parametrize("parts", ["frozen", "left out", pytest.param("trained", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", ["frozen", "left out", *by_night("trained")])
 def test_what_a_tower_holds_itself_is_as_idle_as_its_layers(parts: Any, tmp_path: Path) -> None:
     """Llama-4's tower for images has a table of positions and a class of its own, beside its layers."""
     text = {
@@ -204,7 +204,7 @@ def test_rows_beyond_what_a_rotary_model_was_trained_on_are_a_note_and_beyond_a_
     gpt2.prepare(Workload(1, 1024, "none", FP16), 1)
 
 
-@pytest.mark.parametrize("kind", ["falcon", "t5", *by_night("doge", "llama4")])
+@pytest.mark.parametrize("kind", ["falcon", *by_night("t5", "doge", "llama4")])
 def test_a_file_of_its_type_alone_is_the_default_model_of_the_type(kind: str, tmp_path: Path) -> None:
     """{"model_type": ...} is what transformers makes of it."""
     import torch

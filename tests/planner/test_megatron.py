@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers import by_night
 from zerosim.planner import models
 from zerosim.planner.megatron import TYPES
 from zerosim.planner.runner import Runner
@@ -17,6 +18,8 @@ from zerosim.schemes import DP, ZeRO1
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 CONFIGS = Path(__file__).parent / "configs"
 
 # s tokens, b rows, h width, a heads, v words: 12 a head, and no two of them alike.
@@ -95,7 +98,7 @@ def test_without_dropout_no_masks(tmp_path: Path) -> None:
     assert layer.activation_bytes == 32 * SBH + 2 * A * S * S * B + STATISTICS
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "qwen2.5-0.5b", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "gpt2", *by_night("llama-2-7b")])
 def test_its_layer_has_the_parameters_of_the_configuration(name: str) -> None:
     """SwiGLU, groups of keys and values, biases of queries, keys and values; tied or not."""
     found, runner = run(CONFIGS / f"{name}.json", row=ZeRO1, ranks=8, sequence=64)

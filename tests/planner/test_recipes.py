@@ -17,6 +17,8 @@ from zerosim.planner.runner import Runner
 from zerosim.records.question import Question
 from zerosim.schemes import DP, SCHEMES, ZeRO2, ZeRO3
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 CONFIGS = Path(__file__).parent / "configs"
 WIDTHS = "512,1024,256"
 PARAMS = 512 * 1024 + 1024 + 1024 * 256 + 256

@@ -23,6 +23,8 @@ from zerosim.ranks import OutOfMemory, Workspace
 from zerosim.schemes import DP, SCHEMES, Scheme, Stage, ZeRO1, ZeRO2, ZeRO3
 from zerosim.worlds.dry import DryArray, DryRing
 
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
 GB, GIB, MIB = 10**9, 2**30, 2**20
 
 

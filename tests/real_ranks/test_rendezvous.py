@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 
-from helpers import real_settings
+from helpers import by_night, real_settings
 from zerosim.real_ranks import agreement, corroborate, rendezvous
 from zerosim.real_ranks.connection import Bye, Connection, Hello
 from zerosim.real_ranks.coordinator import Coordinator, RankFailure
@@ -224,7 +224,7 @@ def test_ranks_of_separate_processes_are_held_to_the_simulator() -> None:
 
 
 @torch_needed
-@pytest.mark.parametrize("what", ["process", "rank"])
+@pytest.mark.parametrize("what", ["process", *by_night("rank")])
 def test_two_that_die_at_once_are_both_named(what: str) -> None:
     """Two of four are killed in a step, with the processes that watch them or alone: both are named, and how."""
     port = free_port()

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from helpers import plain_lab
 from zerosim import stages
-from zerosim.lab import suite as lab
 from zerosim.options import LossScale
 from zerosim.records import results
 from zerosim.records.files import ResultsError, write_whole, writing_whole
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 @pytest.fixture(scope="module")
 def found() -> results.Results:
     """A small lab run."""
-    return lab.run(
+    return plain_lab(
         Settings(
             ranks=3, steps=2, batch=2, seed=1, model_seed=0, precision="mixed", wire="fp32", gather="layer",
             data="noise", capacity=None, widths=[5, 7, 3],
@@ -46,7 +46,7 @@ def test_a_log_says_which_ring_each_message_took(tmp_path: Path) -> None:
         ranks=6, steps=1, batch=1, seed=1, model_seed=0, precision="mixed", wire="fp32", gather="layer",
         data="noise", capacity=None, widths=[5, 7], node=3,
     )  # fmt: skip
-    results.save(lab.run(settings, rows=rows), tmp_path / "results.json")
+    results.save(plain_lab(settings, rows=rows), tmp_path / "results.json")
     every, groups = results.load(tmp_path / "results.json").schemes
     leaves = [
         [event.outside // event.nbytes for event in each.events if event.kind == "send"] for each in (every, groups)

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 from msgspec.structs import replace
 
+from helpers import plain_lab
 from pages import CASES, HOSTILE, NAMES, SETTINGS, Tables, commas, hostile, page, read, run, small_card
 from zerosim.bands import Band
-from zerosim.lab import suite as lab
 from zerosim.records import results
 from zerosim.records.results import Check, Prediction, SchemeRecord
 from zerosim.report import offline
@@ -226,6 +226,6 @@ def test_the_opening_is_the_records() -> None:
 def test_the_default_lab_is_a_small_file(steps: int) -> None:
     """With every event of every N in it, what the command makes without options stays under 500 kB."""
     settings = replace(SETTINGS, ranks=32, steps=steps, batch=8, seed=7, widths=[64, 128, 128, 64])
-    found = lab.run(settings)
+    found = plain_lab(settings)
     assert sum(bool(row.events) for row in found.sweep) == len(NAMES) * 6
     assert 100_000 < len(report.page(found).encode()) < 500_000

@@ -64,6 +64,7 @@ def test_memory_and_traffic_are_the_records(tab: Tab) -> None:
                     assert [x for x, _ in found[series]] == [row.ranks for row in rows]
                     assert [y * size for _, y in found[series]] == pytest.approx([getattr(row, key) for row in rows])
     tab.click("memory-predicted")
+    tab.settle()
     assert set(marks(tab, "memory")) == set(NAMES)
     for unit, size in (("P", 4 * whole.n_params), ("bytes", 1)):
         tab.choose("traffic-unit", unit)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from helpers import some_by_night
 from pages import CASES, Tab, in_browser
 from zerosim.bands import Band
 from zerosim.records.results import SchemeRecord
@@ -21,6 +22,10 @@ SHOWN = [
     ("own", "mine"),
     *(("nodes", name) for name in ("ZeRO-3", "HSDP", "HFSDP", "hpZ", "ZeRO-Infinity", "half")),
 ]
+# By day all that is drawn: whole and in pieces, over all and in groups, a second copy, and what is on the host.
+each_row = pytest.mark.parametrize(
+    ("which", "name"), some_by_night(SHOWN, lambda case: case[1] in ("ZeRO-2", "HFSDP", "hpZ", "ZeRO-Infinity"))
+)
 OWNED = """
 return [...document.querySelectorAll("#grid .owned")].map((e) => [
   e.dataset.kind, e.dataset.unit, Number(e.dataset.rank), e.dataset.piece, e.dataset.band,
@@ -38,7 +43,7 @@ def focused(tab: Tab, which: str, name: str) -> tuple[SchemeRecord, Stage, int, 
     return record, row, ranks, node or ranks
 
 
-@pytest.mark.parametrize(("which", "name"), SHOWN)
+@each_row
 def test_cells_are_filled_where_a_rank_owns_its_piece(tab: Tab, which: str, name: str) -> None:
     """For each state, layer and rank: the piece that the row declares, as wide and in the place that it has there."""
     _, row, ranks, node = focused(tab, which, name)
@@ -86,7 +91,7 @@ return shown;
 """
 
 
-@pytest.mark.parametrize(("which", "name"), SHOWN)
+@each_row
 def test_cells_are_hatched_while_the_log_holds_more(tab: Tab, which: str, name: str) -> None:
     """At every moment exactly the layers of which more is held, by band, and as wide as what is there of them."""
     record, _, ranks, node = focused(tab, which, name)
@@ -119,7 +124,7 @@ def rings(ranks: int, node: int, over: str) -> list[list[int]]:
     return [list(range(member, ranks, node)) for member in range(node)]
 
 
-@pytest.mark.parametrize(("which", "name"), SHOWN)
+@each_row
 def test_blocks_go_round_the_ring(tab: Tab, which: str, name: str) -> None:
     """In each collective, hop by hop: from every rank to the one below in its ring, the piece that is its turn.
 

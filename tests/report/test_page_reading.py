@@ -8,12 +8,13 @@ import re
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from helpers import by_night, some_by_night
 from pages import CASES, HOSTILE, Tab, contrast, in_browser, luminance
 
 pytestmark = [pytest.mark.usefixtures("shapes_unchecked"), in_browser]
 
 
-@pytest.mark.parametrize("which", CASES)
+@pytest.mark.parametrize("which", some_by_night(CASES, ("hostile", "bare", "nodes").__contains__))
 def test_it_loads_offline_and_in_silence(tab: Tab, which: str) -> None:
     """No message on the console, no request but for the file itself, and no text has run or become markup."""
     tab.log("performance")
@@ -136,7 +137,7 @@ def test_contrast_by_day_and_by_night(tab: Tab, which: str) -> None:
             assert contrast(paint, under) >= 3, (what, paint, dark)
 
 
-@pytest.mark.parametrize("which", ["whole", "small_card", "hostile", "nodes"])
+@pytest.mark.parametrize("which", ["hostile", *by_night("whole", "small_card", "nodes")])
 def test_nothing_is_wider_than_the_screen(tab: Tab, which: str) -> None:
     """From a phone to a wall, and at 200 %: only tables scroll sideways, in frames of their own; strips stay tall."""
     tab.open(which)

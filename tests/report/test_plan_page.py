@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from helpers import by_night, some_by_night
 from pages import HOSTILE, Tab, in_browser
 from zerosim.planner import conventions, grid, question
 from zerosim.planner import plan as plans
@@ -200,7 +201,7 @@ def said_of(each: GridCell) -> dict[str, str]:
 
 
 @in_browser
-@pytest.mark.parametrize("which", CASES)
+@pytest.mark.parametrize("which", some_by_night(CASES, ("hostile", "states").__contains__))
 def test_it_loads_offline_and_in_silence(desk: Desk, which: str) -> None:
     """No message on the console, no request but for the file itself, and no text has run or become markup."""
     desk.driver.get("about:blank")
@@ -434,8 +435,8 @@ def test_controls_have_names_and_are_reached_by_tab(desk: Desk) -> None:
 
 
 @in_browser
-@pytest.mark.parametrize("which", ["whole", "hostile"])
-@pytest.mark.parametrize("width", [390, 768, 1280, 2000])
+@pytest.mark.parametrize("which", ["whole", *by_night("hostile")])
+@pytest.mark.parametrize("width", [390, *by_night(768, 1280), 2000])
 def test_it_fits_every_screen(desk: Desk, which: str, width: int) -> None:
     """Nothing but tables scrolls sideways, however long names are, and the answer stays in sight."""
     desk.look(which)

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from helpers import plain_lab
 from zerosim.bands import MODEL_STATES
-from zerosim.lab import suite as lab
 from zerosim.records.results import Results, SchemeRecord, Settings
 from zerosim.report import trace
 
@@ -29,7 +29,7 @@ Entry = dict[str, Any]
 
 @functools.cache
 def run(capacity: int | None = None) -> Results:
-    return lab.run(replace(SETTINGS, capacity=capacity))
+    return plain_lab(replace(SETTINGS, capacity=capacity))
 
 
 def small_card() -> Results:
