@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 pytest.importorskip("torch")
 
-from zerosim.conformance import run_ranks
+from zerosim.conformance import launch, run_ranks
 
 
 def test_each_rank_ends_in_its_own_way_and_none_later_than_was_asked(capfd: pytest.CaptureFixture[str]) -> None:
@@ -29,12 +30,28 @@ def test_each_rank_ends_in_its_own_way_and_none_later_than_was_asked(capfd: pyte
         if rank == 4:
             time.sleep(60)
 
-    ran = run_ranks(rank_of, 5, timeout=8, show=False)
+    ran = run_ranks(rank_of, 5, timeout=15, show=False)
     assert ran.codes == [0, 3, 1, -signal.SIGTERM, -signal.SIGKILL]
     assert ran.output == "".join(f"I am {rank}\n" for rank in range(5))
     assert ran.errors[2].endswith("KeyError: 'mine'\n")
     assert not ran.holds
     assert capfd.readouterr().out == ""
+
+
+def test_nobody_begins_before_all_have_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that ends at once leaves the others' group whole, as each has it by then."""
+    join = launch.dist.init_process_group
+
+    def joins_late(*args: Any, rank: int, **kwargs: Any) -> None:
+        join(*args, rank=rank, **kwargs)
+        if rank == 1:
+            time.sleep(0.5)
+            print(time.monotonic())
+
+    monkeypatch.setattr(launch.dist, "init_process_group", joins_late)
+    ran = run_ranks(lambda rank: print(time.monotonic()), 3, show=False)
+    began, joined, *rest = map(float, ran.output.split())
+    assert joined < min(began, *rest)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")

@@ -95,6 +95,9 @@ def _serve(function: Callable[[int], Any], rank: int, ranks: int, folder: Path, 
     try:
         store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+        # A rank that ended while others still connect to each other would break their group.
+        store.set(f"joined-{rank}", "")
+        store.wait([f"joined-{each}" for each in range(ranks)])
         function(rank)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
