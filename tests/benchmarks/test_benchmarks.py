@@ -229,6 +229,19 @@ def test_a_missed_target_is_named() -> None:
     assert "- Ahead of gloo processes, the target: not under ZeRO-1, by" in text
 
 
+def test_memory_may_be_half_as_much_again_or_a_little_more() -> None:
+    """A process is held to 1.5 times what its ranks hold, a small one to 4 MB beyond it."""
+    rows = [
+        {"case": "small", "scheme": "ZeRO-1", "peak_sum": 1_000_000, "process": 5_000_000},
+        {"case": "small", "scheme": "ZeRO-2", "peak_sum": 1_000_000, "process": 5_000_001},
+        {"case": "large", "scheme": "ZeRO-1", "peak_sum": 100_000_000, "process": 150_000_000},
+        {"case": "large", "scheme": "ZeRO-2", "peak_sum": 100_000_000, "process": 150_000_001},
+    ]
+    record = some_record() | {"rows": rows}
+    text = "\n".join(write_tables.tables({"memory": record}))
+    assert "the ranks hold, or 4 MB of it, the target: not under ZeRO-2 of small, ZeRO-2 of large." in text
+
+
 def test_targets_are_those_of_the_row() -> None:
     """Each row has the target of its case, precision and scheme; one that is timed on the side has none."""
     assert [Job(stage.name, "mixed", (7, 5), 3, 2).target("mission") for stage in SCHEMES] == [0.7, 1.6, 1.6, 1.9]
