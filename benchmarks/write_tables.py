@@ -187,7 +187,7 @@ def _memory(record: Record) -> Iterator[str]:
         )
         if grown > max(MEMORY_TARGET * held, held + MEMORY_FIXED):
             missed.append(f"{row['scheme']} of {row['case']}")
-    most = f"{MEMORY_TARGET:g} times what the ranks hold, or {MEMORY_FIXED / 1e6:g} MB of it"
+    most = f"{MEMORY_TARGET:g} times what the ranks hold, or {MEMORY_FIXED / 1e6:g} MB above it"
     yield f"\n- Within {most}, the target: {_but(missed)}."
 
 

@@ -239,7 +239,7 @@ def test_memory_may_be_half_as_much_again_or_a_little_more() -> None:
     ]
     record = some_record() | {"rows": rows}
     text = "\n".join(write_tables.tables({"memory": record}))
-    assert "the ranks hold, or 4 MB of it, the target: not under ZeRO-2 of small, ZeRO-2 of large." in text
+    assert "the ranks hold, or 4 MB above it, the target: not under ZeRO-2 of small, ZeRO-2 of large." in text
 
 
 def test_targets_are_those_of_the_row() -> None:
