@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zerosim.bands import Array, Band, Place
+from zerosim.bands import Array, Band, DType, Place
 from zerosim.buckets import Bucket, Sharding
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer, Role
@@ -29,6 +29,7 @@ class Parameters:
         self._row, self._buckets, self._ranks = sharding.row, sharding.buckets, sharding.ranks
         self._all, self._inner, self._outer = comms
         self._ahead, self._at_once = sharding.options.prefetch, sharding.options.gather == "model"
+        self._master = sharding.options.recipe.master
         self._first = {group: layer for layer in reversed(sharding.layers) for group in layer.groups}  # to use a group
         self.forget()
 
@@ -138,12 +139,18 @@ class Parameters:
 
     def _gather(self, comm: Comm, bucket: Bucket, full: Array, own: Array | None = None) -> None:
         if (dtype := bucket.group.dtype) is not None:  # what has a dtype of its own travels as it is
-            comm = type(comm)(comm.ring, dtype, Workspace(self._ranks, Band.BLOCKS, dtype), self._ranks.ledger)
+            comm = self._carrying(comm, dtype)
         comm.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name)
 
     def _gather_replicas(self, bucket: Bucket, shard: Array) -> None:
-        start = np.asarray(self._inner.ring.members) * shard.shape[1]
-        self._outer.all_gather(shard, bucket.size, band=Band.PARAMS, unit=bucket.name, start=start)
+        start, comm = np.asarray(self._inner.ring.members) * shard.shape[1], self._outer
+        if not self._master and comm.wire != shard.dtype:  # these are all that there is: replicas keep them exactly
+            comm = self._carrying(comm, shard.dtype)
+        comm.all_gather(shard, bucket.size, band=Band.PARAMS, unit=bucket.name, start=start)
+
+    def _carrying(self, comm: Comm, dtype: DType) -> Comm:
+        """The same collectives with another dtype on the wire."""
+        return type(comm)(comm.ring, dtype, Workspace(self._ranks, Band.BLOCKS, dtype), self._ranks.ledger)
 
     def _release(self, groups: Sequence[Group], done: Sequence[Group]) -> None:
         """Free what is gathered of ``groups``; ``done`` are those that this step's backward no longer needs."""
