@@ -380,6 +380,15 @@ def test_replicas_keep_parameters_that_have_no_master_exactly(wires: dict[str, A
     assert taken_up.full_theta().tobytes() == cut.full_theta().tobytes()
 
 
+def test_what_the_host_holds_is_rounded_to_int8_as_what_the_card_holds() -> None:
+    """Without master weights, in the one precision where what is kept is wider than what is gathered: from the host
+    it goes to the card as it is, and is rounded once."""
+    runs = [row(MLP((7, 5, 3)), 4, precision="fsdp", wire_params="int8") for row in (ZeRO3, Infinity)]
+    for batch in batches(4, 3, 2, (7, 5, 3)):
+        assert len({run.step(batch) for run in runs}) == 1
+    assert runs[0].full_theta().tobytes() == runs[1].full_theta().tobytes()
+
+
 def test_orders_are_told_apart() -> None:
     """In fp32 the two orders of summation do not come to the same, or nothing would have been compared above."""
     n, widths = 6, (7, 5, 3)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zerosim.bands import Array, Band, DType, Place
+from zerosim.bands import INT8, Array, Band, DType, Place
 from zerosim.buckets import Bucket, Sharding
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer, Role
@@ -131,7 +131,8 @@ class Parameters:
         if not self._row.offloads(Band.PARAMS):
             self._gather(comm, bucket, full, own)
             return
-        here = self._ranks.hold(Band.GATHERED, own.shape[1:], bucket.name, bucket.group.dtype)
+        dtype = own.dtype if comm.wire == INT8 else bucket.group.dtype  # to int8 it is rounded once, on the card
+        here = self._ranks.hold(Band.GATHERED, own.shape[1:], bucket.name, dtype)
         convert(own, here)
         self._ranks.ledger.copy(Place.CARD, Band.PARAMS, here.nbytes // len(here), bucket.name)
         self._gather(comm, bucket, full, here)
