@@ -199,6 +199,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match=f"save: No space left on device. What was there before is whole: '{tmp_path}'"):
         save(scheme, tmp_path)
     monkeypatch.undo()
+    assert not any(scheme.ledger.host.values())  # nor is anything held for it
     assert states(load(tmp_path)) == before
     assert len(list(tmp_path.iterdir())) == 4 + 1
     save(scheme, tmp_path)
