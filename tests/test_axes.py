@@ -389,6 +389,16 @@ def test_what_the_host_holds_is_rounded_to_int8_as_what_the_card_holds() -> None
     assert runs[0].full_theta().tobytes() == runs[1].full_theta().tobytes()
 
 
+def test_gradients_over_two_axes_are_rounded_alike_whoever_keeps_them() -> None:
+    """On a wire that is narrower than what gradients are kept in, over replicas whose number rounds."""
+    runs = [row(MLP((7, 5, 3)), 6, node=2, precision="fsdp", wire="bf16") for row in (HSDP, HFSDP)]
+    for batch in batches(6, 2, 2, (7, 5, 3)):
+        for run in runs:
+            run.step(batch)
+        assert runs[0].flat(Band.GRADS).tobytes() == runs[1].flat(Band.GRADS).tobytes()
+    assert runs[0].full_theta().tobytes() == runs[1].full_theta().tobytes()
+
+
 def test_orders_are_told_apart() -> None:
     """In fp32 the two orders of summation do not come to the same, or nothing would have been compared above."""
     n, widths = 6, (7, 5, 3)
