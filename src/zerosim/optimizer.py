@@ -16,11 +16,16 @@ import numpy as np
 
 from zerosim.bands import Array, Band
 from zerosim.kernels.operations import NUMPY, Kernels
-from zerosim.util.arguments import one_of, real
+from zerosim.util.arguments import instance_of, integer, one_of, real
 from zerosim.util.casts import convert
 from zerosim.util.shapes import Float, Float32
 
 _BLOCK = 32_768  # elements that go through all thirteen operations while they are in the cache
+
+
+def _not_negative(call: str, option: str, value: object) -> None:
+    if not 0 <= real(value) < inf:
+        raise ValueError(f"{call}({option}): a finite number of 0 or more is needed; got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,18 @@ class ParamGroup:
     match: str
     lr: float | None = None
     weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        instance_of("ParamGroup", "match", self.match, str)
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ValueError(
+                f"ParamGroup(match): a regular expression is needed ({error}); got {self.match!r}."
+            ) from error
+        for name in ("lr", "weight_decay"):
+            if (value := getattr(self, name)) is not None:
+                _not_negative("ParamGroup", name, value)
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,10 @@ class Schedule:
     def __post_init__(self) -> None:
         one_of("Schedule", "kind", self.kind, ("constant", "linear", "cosine"))
         one_of("Schedule", "counts", self.counts, ("updates", "steps"))
+        integer("Schedule", "warmup", self.warmup, 0)
+        if self.total is not None:
+            integer("Schedule", "total", self.total)
+        _not_negative("Schedule", "floor", self.floor)
         if self.kind != "constant" and (self.total is None or self.total <= self.warmup):
             raise ValueError(f"Schedule(total): a {self.kind} schedule ends after its warm-up; got {self.total!r}.")
 
@@ -103,6 +124,11 @@ class Adam:
             object.__setattr__(self, "betas", betas)
         else:
             raise ValueError(f"Adam(betas): a pair of numbers in [0, 1) is needed; got {self.betas!r}.")
+        _not_negative("Adam", "weight_decay", self.weight_decay)
+        if not isinstance(self.groups, (tuple, list)) or not all(isinstance(each, ParamGroup) for each in self.groups):
+            raise TypeError(f"Adam(groups): a tuple of ParamGroup is needed; got {self.groups!r}.")
+        object.__setattr__(self, "groups", tuple(self.groups))
+        instance_of("Adam", "schedule", self.schedule, Schedule | None)
 
     def rates(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
         """The rate and the weight decay of each parameter of a layer: what has one dimension does not decay."""
