@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 from zerosim.bands import PARAM_WIRES, PRECISIONS, WIRES, Band, Precision
 from zerosim.kernels.operations import Choice
 from zerosim.optimizer import SGD, Adam
-from zerosim.util.arguments import instance_of, integer, one_of, real
+from zerosim.util.arguments import instance_of, integer, one_of, positive, real
 
 Gather = Literal["layer", "model"]
 Padding = Literal["N", "each", "2N", "rows"]
@@ -164,11 +164,7 @@ class Options:
             if value != type(self).__dataclass_fields__[name].default and not getattr(self, other):
                 raise ValueError(f"Scheme({name}): without {other} it does nothing; got {value!r}. Pass {other} too.")
         if not isinstance(self.loss_scale, LossScale | None):
-            if not 0 < (scale := real(self.loss_scale)) < inf or self.loss_scale is True:
-                raise ValueError(
-                    f"Scheme(loss_scale): a positive, finite number, which stays, or a LossScale, which changes; got "
-                    f"{self.loss_scale!r}."
-                )
+            scale = positive("Scheme", "loss_scale", self.loss_scale, ", or a LossScale, which changes")
             object.__setattr__(self, "loss_scale", LossScale(scale, dynamic=False))
         if isinstance(self.loss_scale, LossScale) and self.loss_scale.note:
             warnings.warn(self.loss_scale.note, stacklevel=2)

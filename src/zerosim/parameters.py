@@ -7,10 +7,11 @@ layer computes, nor gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from zerosim.bands import INT8, Array, Band, DType, Place
+from zerosim.bands import INT8, Array, Band, Place
 from zerosim.buckets import Bucket, Sharding
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer, Role
@@ -138,20 +139,18 @@ class Parameters:
         self._gather(comm, bucket, full, here)
         self._ranks.free(here)
 
-    def _gather(self, comm: Comm, bucket: Bucket, full: Array, own: Array | None = None) -> None:
-        if (dtype := bucket.group.dtype) is not None:  # what has a dtype of its own travels as it is
-            comm = self._carrying(comm, dtype)
-        comm.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name)
+    def _gather(
+        self, comm: Comm, bucket: Bucket, full: Array, own: Array | None = None, start: Any = 0, *, exact: bool = False
+    ) -> None:
+        dtype = full.dtype if exact else bucket.group.dtype
+        if dtype is not None:  # what has a dtype of its own travels as it is
+            comm = type(comm)(comm.ring, dtype, Workspace(self._ranks, Band.BLOCKS, dtype), self._ranks.ledger)
+        comm.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name, start=start)
 
     def _gather_replicas(self, bucket: Bucket, shard: Array) -> None:
-        start, comm = np.asarray(self._inner.ring.members) * shard.shape[1], self._outer
-        if not self._master and comm.wire != shard.dtype:  # these are all that there is: replicas keep them exactly
-            comm = self._carrying(comm, shard.dtype)
-        comm.all_gather(shard, bucket.size, band=Band.PARAMS, unit=bucket.name, start=start)
-
-    def _carrying(self, comm: Comm, dtype: DType) -> Comm:
-        """The same collectives with another dtype on the wire."""
-        return type(comm)(comm.ring, dtype, Workspace(self._ranks, Band.BLOCKS, dtype), self._ranks.ledger)
+        """Put a shard together; without master weights it is all that there is, and is not rounded to be sent."""
+        start = np.asarray(self._inner.ring.members) * shard.shape[1]
+        self._gather(self._outer, bucket, shard, start=start, exact=not self._master)
 
     def _release(self, groups: Sequence[Group], done: Sequence[Group]) -> None:
         """Free what is gathered of ``groups``; ``done`` are those that this step's backward no longer needs."""

@@ -152,8 +152,8 @@ class Scheme:
         """
         self.check_whole("step")
         micro_batches = self._cut(batch, weights)
-        self._changed = False
-        self._doubt = f"step {self.steps + 1} was cut short while states changed: ranks may not agree"
+        said = f"step {self.steps + 1} was cut short while states changed: ranks may not agree"
+        self._changed, self._doubt = False, said
         overflow: Any = None if self.scaler is None else "ignore"  # a step that overflows is skipped
         with self.ledger.step() as report, np.errstate(over=overflow, invalid=overflow):
             try:
