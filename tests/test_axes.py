@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any, get_args
 
 import hypothesis.strategies as st
@@ -13,6 +14,8 @@ from hypothesis import example, given, settings
 from helpers import EVERYWHERE, batches, draw, lab_settings, nonzero, padding_sent, traffic, wires
 from zerosim import theory
 from zerosim.bands import FP32, Array, Band, Place
+from zerosim.checkpoints.load import load
+from zerosim.checkpoints.save import save
 from zerosim.checks import compare, sanitizer
 from zerosim.checks.reference import Reference
 from zerosim.comm import Comm
@@ -355,6 +358,45 @@ def test_rows_of_one_order_agree_in_every_bit(node: int, precision: str, wire_pa
             assert compare.against_plain(scheme, plain[order], step) == []
             assert compare.compare(scheme, first.setdefault(order, compare.whole_states(scheme)), step)[1] == []
     assert len(plain) == (2 if wire_params is None else 7)
+
+
+@pytest.mark.parametrize("wires", [{"wire": "bf16"}, {"wire_params": "bf16"}, {"wire_params": "int8"}], ids=str)
+def test_replicas_keep_parameters_that_have_no_master_exactly(wires: dict[str, Any], tmp_path: Path) -> None:
+    """Without master weights the fp32 parameters are all that there is: no row rounds what it keeps of them, so that
+    replicas have their owners' bits, rows of one order agree, and a run that is loaded goes on with the same."""
+    runs = [row(MLP((7, 5, 3)), 8, node=4, precision="fsdp", **wires) for row in (HSDP, HFSDP)]
+    *before, last = batches(8, 3, 2, (7, 5, 3))
+    for run in runs:
+        for batch in before:
+            run.step(batch)
+    groups, cut = runs
+    assert cut.full_theta().tobytes() == groups.full_theta().tobytes()
+    for bucket in cut.buckets:
+        once, again = np.split(bucket.states[Band.PARAMS], 2)
+        assert once.tobytes() == again.tobytes()
+    save(cut, tmp_path)
+    taken_up = load(tmp_path)
+    assert taken_up.step(last) == cut.step(last)
+    assert taken_up.full_theta().tobytes() == cut.full_theta().tobytes()
+
+
+def test_what_the_host_holds_is_rounded_to_int8_as_what_the_card_holds() -> None:
+    """Without master weights, in the one precision where what is kept is wider than what is gathered: from the host
+    it goes to the card as it is, and is rounded once."""
+    runs = [row(MLP((7, 5, 3)), 4, precision="fsdp", wire_params="int8") for row in (ZeRO3, Infinity)]
+    for batch in batches(4, 3, 2, (7, 5, 3)):
+        assert len({run.step(batch) for run in runs}) == 1
+    assert runs[0].full_theta().tobytes() == runs[1].full_theta().tobytes()
+
+
+def test_gradients_over_two_axes_are_rounded_alike_whoever_keeps_them() -> None:
+    """On a wire that is narrower than what gradients are kept in, over replicas whose number rounds."""
+    runs = [row(MLP((7, 5, 3)), 6, node=2, precision="fsdp", wire="bf16") for row in (HSDP, HFSDP)]
+    for batch in batches(6, 2, 2, (7, 5, 3)):
+        for run in runs:
+            run.step(batch)
+        assert runs[0].flat(Band.GRADS).tobytes() == runs[1].flat(Band.GRADS).tobytes()
+    assert runs[0].full_theta().tobytes() == runs[1].full_theta().tobytes()
 
 
 def test_orders_are_told_apart() -> None:

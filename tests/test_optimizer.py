@@ -232,6 +232,8 @@ def test_temporaries_are_two_blocks_and_do_not_stay() -> None:
         ("eps", 0.0),
         ("eps", -1e-8),
         ("eps", float("nan")),
+        ("weight_decay", -0.1),
+        ("weight_decay", float("nan")),
     ],
     ids=str,
 )
@@ -240,6 +242,24 @@ def test_bad_options_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"Adam\({option}\)") as caught:
         Adam(**{option: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (Adam, {"groups": ParamGroup("layer")}, r"Adam\(groups\): a tuple of ParamGroup is needed"),
+        (Adam, {"groups": ("layer",)}, r"Adam\(groups\): a tuple of ParamGroup is needed"),
+        (Adam, {"weight_decay": "0.1"}, r"Adam\(weight_decay\): a finite number of 0 or more is needed"),
+        (Adam, {"schedule": "cosine"}, r"Adam\(schedule\): schedule must be of type"),
+        (ParamGroup, {"match": "layer ["}, r"ParamGroup\(match\): a regular expression is needed"),
+        (ParamGroup, {"match": "layer", "lr": -1.0}, r"ParamGroup\(lr\): a finite number of 0 or more is needed"),
+    ],
+)
+@pytest.mark.usefixtures("as_users_call_it")
+def test_what_would_end_an_update_in_its_middle_is_refused_before(kind: Any, given: dict[str, Any], says: str) -> None:
+    """Groups, decay and schedule are looked at when the optimizer is made, not when a step has begun to need them."""
+    with pytest.raises((TypeError, ValueError), match=says):
+        kind(**given)
 
 
 @pytest.mark.usefixtures("as_users_call_it")
@@ -304,6 +324,8 @@ def test_a_constant_schedule_stays_at_the_rate() -> None:
         ({"kind": "cosine", "warmup": 3, "total": 3}, r"Schedule\(total\): a cosine schedule .*; got 3"),
         ({"kind": "step"}, r"Schedule\(kind\): kind is one of constant, linear, cosine"),
         ({"counts": "epochs"}, r"Schedule\(counts\): counts is one of updates, steps"),
+        ({"warmup": -1}, r"Schedule\(warmup\): warmup must be an integer of 0 or more; got -1"),
+        ({"floor": -0.1}, r"Schedule\(floor\): a finite number of 0 or more is needed; got -0.1"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(asked: dict[str, Any], says: str) -> None:

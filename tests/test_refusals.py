@@ -72,7 +72,8 @@ def test_bad_options_are_refused(stage: Any, options: dict[str, Any], error: typ
     [
         ("model", "MLP"), ("optimizer", "Adam"), ("padding", "3N"), ("sync", "never"), ("precision", "fp8"),
         ("accumulate", 0), ("prefetch", -1), ("bucket", "row"), ("gather", "all"), ("wire_params", "fp8"),
-        ("all_reduce", 1), ("checkpoint", 1), ("capacity", 0), ("ranks", 0),
+        ("all_reduce", 1), ("checkpoint", 1), ("capacity", 0), ("ranks", 0), ("loss_scale", "dynamic"),
+        ("loss_scale", True), ("loss_scale", 0), ("clip", "0.5"), ("clip", 0),
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_be_is_refused_by_name(stage: Stage, option: str, value: Any) -> None:

@@ -160,6 +160,31 @@ def test_a_weight_that_is_none_is_refused(weights: list[float]) -> None:
         ZeRO1(zs.MLP(WIDTHS), 2, uneven=True).step(draw(2, 3, WIDTHS), weights=weights)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "weights", "says"),
+    [
+        (lambda x, y: (x[:0], y), None, r"step\(batch\): x of rank 0 has no rows and y has 3"),
+        (lambda x, y: x, None, r"step\(batch\): rank 0 needs a pair \(x, y\); got ndarray"),
+        (lambda x, y: (x, y), [1e39, 1], r"step\(weights\): weights are finite and not negative, 1e\+30 at most"),
+        (lambda x, y: (x, y), ["1", 1], r"step\(weights\): weights are finite"),
+        (lambda x, y: (x, y), 2, r"step\(weights\): needs one entry per rank, 2 in all; got int"),
+    ],
+)
+@pytest.mark.usefixtures("as_users_call_it")
+def test_what_uneven_ranks_cannot_have_is_refused(spoil: Any, weights: Any, says: str) -> None:
+    """Targets that nobody would look at, what is no pair, and weights whose shares would be nothing."""
+    run, batch = ZeRO1(zs.MLP(WIDTHS), 2, uneven=True), draw(2, 3, WIDTHS)
+    with pytest.raises(ValueError, match=says):
+        run.step([spoil(*batch[0]), batch[1]], weights=weights)
+    assert run.step(batch) == ZeRO1(zs.MLP(WIDTHS), 2, uneven=True).step(batch)
+
+
+def test_on_shapes_all_ranks_have_as_many_rows() -> None:
+    """One rank stands for all, so uneven ones are refused in words."""
+    with pytest.raises(ValueError, match=r"^dry\(uneven\): on shapes one rank stands for all"):
+        zs.dry(zs.MLP(WIDTHS), ZeRO1, ranks=2, uneven=True)
+
+
 def test_ranks_are_weighed_only_where_they_may_differ() -> None:
     """Weights for an even batch say what to pass."""
     with pytest.raises(ValueError, match="Pass uneven=True"):

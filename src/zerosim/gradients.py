@@ -157,11 +157,13 @@ class Gradients:
         """Average over the replicas, and round to the dtype in which gradients are kept."""
         outer, target = self._outer, self.owned(bucket)
         where = {"start": self._members * partial.shape[1], "scale": 1 / outer.ring.size}
-        if self._row.optimizer is Over.ALL:
-            outer.reduce_scatter(partial, target, bucket.size, **where, **label)
+        average = partial
+        if self._row.optimizer is Over.ALL:  # rounded as it would be to be sent on, as where replicas have all of it
+            average = outer.own(partial)
+            outer.reduce_scatter(partial, average, bucket.size, **where, **label)
         else:
             outer.all_reduce(partial, bucket.size, **where, **label)
-            self._ranks.kernels.convert(partial.reshape(target.shape), target)
+        self._ranks.kernels.convert(average.reshape(target.shape), target)
         self._came_down(bucket)
         self._ranks.free(partial)
 

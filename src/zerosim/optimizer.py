@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import cos, inf, pi
+from math import cos, pi
 from typing import Any, ClassVar
 
 import numpy as np
 
 from zerosim.bands import Array, Band
 from zerosim.kernels.operations import NUMPY, Kernels
-from zerosim.util.arguments import one_of, real
+from zerosim.util.arguments import all_of, instance_of, integer, not_negative, one_of, pattern, positive, real
 from zerosim.util.casts import convert
 from zerosim.util.shapes import Float, Float32
 
@@ -34,6 +34,11 @@ class ParamGroup:
     match: str
     lr: float | None = None
     weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        pattern("ParamGroup", "match", self.match)
+        not_negative("ParamGroup", "lr", self.lr or 0)
+        not_negative("ParamGroup", "weight_decay", self.weight_decay or 0)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Schedule:
     def __post_init__(self) -> None:
         one_of("Schedule", "kind", self.kind, ("constant", "linear", "cosine"))
         one_of("Schedule", "counts", self.counts, ("updates", "steps"))
+        integer("Schedule", "warmup", self.warmup, 0)
+        not_negative("Schedule", "floor", self.floor)
         if self.kind != "constant" and (self.total is None or self.total <= self.warmup):
             raise ValueError(f"Schedule(total): a {self.kind} schedule ends after its warm-up; got {self.total!r}.")
 
@@ -94,15 +101,14 @@ class Adam:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
-            value = getattr(self, name)
-            if not 0 < (number := real(value)) < inf:
-                raise ValueError(f"Adam({name}): a positive, finite number is needed; got {value!r}.")
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, positive("Adam", name, getattr(self, name)))
         betas = tuple(map(real, self.betas)) if isinstance(self.betas, (tuple, list)) else ()
-        if len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
-            object.__setattr__(self, "betas", betas)
-        else:
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Adam(betas): a pair of numbers in [0, 1) is needed; got {self.betas!r}.")
+        not_negative("Adam", "weight_decay", self.weight_decay)
+        instance_of("Adam", "schedule", self.schedule, Schedule | None)
+        object.__setattr__(self, "betas", betas)
+        object.__setattr__(self, "groups", all_of("Adam", "groups", self.groups, ParamGroup))
 
     def rates(self, name: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
         """The rate and the weight decay of each parameter of a layer: what has one dimension does not decay."""
@@ -206,8 +212,7 @@ class SGD:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < real(self.lr) < inf:
-            raise ValueError(f"SGD(lr): a positive, finite number is needed; got {self.lr!r}.")
+        positive("SGD", "lr", self.lr)
         if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
             raise ValueError(f"SGD(momentum): a number in [0, 1) is needed; got {self.momentum!r}.")
 

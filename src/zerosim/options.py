@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 from zerosim.bands import PARAM_WIRES, PRECISIONS, WIRES, Band, Precision
 from zerosim.kernels.operations import Choice
 from zerosim.optimizer import SGD, Adam
-from zerosim.util.arguments import instance_of, integer, one_of
+from zerosim.util.arguments import instance_of, integer, one_of, positive, real
 
 Gather = Literal["layer", "model"]
 Padding = Literal["N", "each", "2N", "rows"]
@@ -52,10 +52,12 @@ class LossScale:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        if not (0 < self.init < inf and self.growth > 1 > self.backoff > 0 and self.least >= 0):
+        init, growth, backoff, least = map(real, (self.init, self.growth, self.backoff, self.least))
+        if not (0 < init < inf and growth > 1 > backoff > 0 and least >= 0):
             raise ValueError(f"LossScale: init and growth must be above 0 and 1, backoff between them; got {self}.")
         for name in ("interval", "hysteresis"):
             integer("LossScale", name, getattr(self, name))
+        instance_of("LossScale", "dynamic", self.dynamic, bool)
 
     @property
     def note(self) -> str:
@@ -151,18 +153,19 @@ class Options:
         needed += [(name, 1) for name in ("capacity", "host_capacity", "node") if getattr(self, name) is not None]
         for name, least in needed:
             object.__setattr__(self, name, integer("Scheme", name, getattr(self, name), least))
-        if self.clip is not None and not 0 < self.clip < inf:
+        if self.clip is not None and not 0 < real(self.clip) < inf:
             raise ValueError(f"Scheme(clip): the largest norm is a positive, finite number; got {self.clip!r}.")
         if self.norm_type not in (2, inf):
             raise ValueError(f"Scheme(norm_type): 2 or inf; got {self.norm_type!r}.")
-        if not 0 <= self.clip_eps < inf:
+        if not 0 <= real(self.clip_eps) < inf:
             raise ValueError(f"Scheme(clip_eps): what is added to the norm is 0 or more; got {self.clip_eps!r}.")
         for name, other in (("norm_type", "clip"), ("clip_eps", "clip"), ("average", "uneven")):
             value = getattr(self, name)
             if value != type(self).__dataclass_fields__[name].default and not getattr(self, other):
                 raise ValueError(f"Scheme({name}): without {other} it does nothing; got {value!r}. Pass {other} too.")
-        if isinstance(self.loss_scale, int | float):
-            object.__setattr__(self, "loss_scale", LossScale(float(self.loss_scale), dynamic=False))
+        if not isinstance(self.loss_scale, LossScale | None):
+            scale = positive("Scheme", "loss_scale", self.loss_scale, ", or a LossScale, which changes")
+            object.__setattr__(self, "loss_scale", LossScale(scale, dynamic=False))
         if isinstance(self.loss_scale, LossScale) and self.loss_scale.note:
             warnings.warn(self.loss_scale.note, stacklevel=2)
         if self.sync is not None:

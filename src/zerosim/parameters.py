@@ -7,10 +7,11 @@ layer computes, nor gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from zerosim.bands import Array, Band, Place
+from zerosim.bands import INT8, Array, Band, Place
 from zerosim.buckets import Bucket, Sharding
 from zerosim.comm import Comm
 from zerosim.layers import Flat, Group, Layer, Role
@@ -29,6 +30,7 @@ class Parameters:
         self._row, self._buckets, self._ranks = sharding.row, sharding.buckets, sharding.ranks
         self._all, self._inner, self._outer = comms
         self._ahead, self._at_once = sharding.options.prefetch, sharding.options.gather == "model"
+        self._master = sharding.options.recipe.master
         self._first = {group: layer for layer in reversed(sharding.layers) for group in layer.groups}  # to use a group
         self.forget()
 
@@ -130,20 +132,25 @@ class Parameters:
         if not self._row.offloads(Band.PARAMS):
             self._gather(comm, bucket, full, own)
             return
-        here = self._ranks.hold(Band.GATHERED, own.shape[1:], bucket.name, bucket.group.dtype)
+        dtype = own.dtype if comm.wire == INT8 else bucket.group.dtype  # to int8 it is rounded once, on the card
+        here = self._ranks.hold(Band.GATHERED, own.shape[1:], bucket.name, dtype)
         convert(own, here)
         self._ranks.ledger.copy(Place.CARD, Band.PARAMS, here.nbytes // len(here), bucket.name)
         self._gather(comm, bucket, full, here)
         self._ranks.free(here)
 
-    def _gather(self, comm: Comm, bucket: Bucket, full: Array, own: Array | None = None) -> None:
-        if (dtype := bucket.group.dtype) is not None:  # what has a dtype of its own travels as it is
+    def _gather(
+        self, comm: Comm, bucket: Bucket, full: Array, own: Array | None = None, start: Any = 0, *, exact: bool = False
+    ) -> None:
+        dtype = full.dtype if exact else bucket.group.dtype
+        if dtype is not None:  # what has a dtype of its own travels as it is
             comm = type(comm)(comm.ring, dtype, Workspace(self._ranks, Band.BLOCKS, dtype), self._ranks.ledger)
-        comm.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name)
+        comm.all_gather(full, bucket.size, own, band=Band.PARAMS, unit=bucket.name, start=start)
 
     def _gather_replicas(self, bucket: Bucket, shard: Array) -> None:
+        """Put a shard together; without master weights it is all that there is, and is not rounded to be sent."""
         start = np.asarray(self._inner.ring.members) * shard.shape[1]
-        self._outer.all_gather(shard, bucket.size, band=Band.PARAMS, unit=bucket.name, start=start)
+        self._gather(self._outer, bucket, shard, start=start, exact=not self._master)
 
     def _release(self, groups: Sequence[Group], done: Sequence[Group]) -> None:
         """Free what is gathered of ``groups``; ``done`` are those that this step's backward no longer needs."""

@@ -152,13 +152,14 @@ class Scheme:
         """
         self.check_whole("step")
         micro_batches = self._cut(batch, weights)
-        self._changed = any(Band.BUFFERS in bucket.states for bucket in self.buckets)  # forward may write to them
-        self._doubt = f"step {self.steps + 1} was cut short while states changed: ranks may not agree"
+        said = f"step {self.steps + 1} was cut short while states changed: ranks may not agree"
+        self._changed, self._doubt = False, said
         overflow: Any = None if self.scaler is None else "ignore"  # a step that overflows is skipped
         with self.ledger.step() as report, np.errstate(over=overflow, invalid=overflow):
             try:
                 self._gradients.begin()
                 total = total_weight(self._scalars[0], self.ranks, micro_batches) if self._weighed else None
+                self._changed = any(Band.BUFFERS in bucket.states for bucket in self.buckets)  # forward may write there
                 losses: list[Any] = []
                 for index, each in enumerate(micro_batches):
                     self._turn = Turn(self.ring.ids, self.steps, index)

@@ -75,6 +75,14 @@ def test_options_are_taken_and_rows_agree_under_them(options: dict[str, Any], pr
     assert set(found.results.settings.others) - {"sync"} == others
 
 
+def test_a_precision_that_no_plain_training_has_is_compared_all_the_same() -> None:
+    """fp32 parameters that are cast as they are gathered: rows are held to each other, and to nothing else."""
+    found = zs.compare(SMALL, draw(4), ranks=4, rows=[zs.ZeRO3, zs.ZeRO3Kept], precision="fsdp")
+    assert found.holds
+    assert found.results.nothing_compared(Check.AS_PREDICTED)
+    assert not found.results.nothing_compared(Check.SAME_TRAINING)
+
+
 def test_a_run_on_uneven_batches_says_what_a_naive_mean_would_have_been() -> None:
     """Stepped by hand or compared, in the table and in the records; averaged over ranks there is nothing to say."""
     [batch] = draw(2, steps=1, rows=3)

@@ -88,6 +88,20 @@ def test_what_there_is_no_timeline_of_is_refused(run: zs.Scheme, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_steps_go_by_their_number_where_only_the_last_reports_are_kept() -> None:
+    """A step is the one of that number, whatever is kept; one whose report is gone is refused, with those there are."""
+    run = zs.ZeRO1(zs.MLP((5, 7, 3)), ranks=2, keep_reports=3, keep_events=2)
+    for batch in zs.batches(2, 5, rows=2, widths=(5, 3)):
+        run.step(batch)
+    assert [run.timeline(step).step for step in (5, 4, -1, -2)] == [5, 4, 5, 4]
+    assert run.timeline(5).peak == run.reports[-1].peak
+    with pytest.raises(ValueError, match="the log of step 3 is not kept"):
+        run.timeline(3)
+    for step in (2, 6, 0, -4):
+        with pytest.raises(IndexError, match=f"steps are 3 to 5, or -1 for the last; got {step}"):
+            run.timeline(step)
+
+
 def test_a_step_that_ran_out_of_memory_has_a_timeline() -> None:
     """Up to where it ended the log is there, and what was held before it."""
     run = zs.ZeRO3(zs.MLP((5, 7, 3)), ranks=3, capacity=500)

@@ -180,6 +180,20 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         load(tmp_path, precision="fp32")
 
 
+def test_what_is_said_on_top_of_a_checkpoint_counts(tmp_path: Path) -> None:
+    """A loss scale of another rule begins as that says, one of the same goes on; and 0 ranks are none."""
+    run = ZeRO3(MLP(WIDTHS), 2, loss_scale=LossScale(init=2.0**10, interval=1))
+    run.step(*batches(2, 1, widths=WIDTHS))
+    save(run, tmp_path)
+    scales = {
+        rule: load(tmp_path, loss_scale=rule).scaler.scale  # type: ignore[union-attr]
+        for rule in (LossScale(init=2.0**10, interval=1), LossScale(init=8.0), 4.0)
+    }
+    assert list(scales.values()) == [2.0**11, 8.0, 4.0]
+    with pytest.raises(ValueError, match=r"^load\(ranks\): ranks must be an integer of 1 or more; got 0"):
+        load(tmp_path, ranks=0)
+
+
 def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the third file cannot be written, nothing of the new checkpoint is left, and the old one loads."""
     scheme = trained(ZeRO3, 4)
@@ -199,6 +213,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match=f"save: No space left on device. What was there before is whole: '{tmp_path}'"):
         save(scheme, tmp_path)
     monkeypatch.undo()
+    assert not any(scheme.ledger.host.values())  # nor is anything held for it
     assert states(load(tmp_path)) == before
     assert len(list(tmp_path.iterdir())) == 4 + 1
     save(scheme, tmp_path)

@@ -239,6 +239,18 @@ def test_uneven_batches_are_alike_under_all_rows() -> None:
     assert np.array_equal(even.full_theta(), plain.full_theta())
 
 
+def test_a_step_without_rows_changes_no_buffer() -> None:
+    """Ranks agree that there is nothing to average over before any forward writes: the scheme goes on as it was."""
+    case = CASES["normalised"]
+    batch = numbers(2, (ROWS, 5), (ROWS, 3))
+    run, twin = (ZeRO2(model_of(case), 2, uneven=True) for _ in range(2))
+    assert any(Band.BUFFERS in bucket.states for bucket in run.buckets)
+    with pytest.raises(ValueError, match="sum to zero"):
+        run.step(batch, weights=[0, 0])
+    assert run.step(batch) == twin.step(batch)
+    assert run.full_theta().tobytes() == twin.full_theta().tobytes()
+
+
 def test_a_loss_scale_is_a_power_of_two_and_changes_nothing() -> None:
     """Gradients that are scaled up in the backward and down again before the update are the same in fp32."""
     case = CASES["tied"]

@@ -161,7 +161,7 @@ def compare(
         asked = chosen(asked, {"sync": "each"})
     settings = recording.settings_of(built, ranks, asked, steps=len(given), rows=rows_of(given))
     runs: Sequence[Training]
-    if type(built) is MLP and settings.batch and not settings.others:
+    if type(built) is MLP and settings.batch and not settings.others and asked.recipe.everywhere:
         runs = predicted(settings, rows, built, ranks)
     else:
         runs = [_Plain(row, built, ranks, asked) for row in rows]

@@ -42,6 +42,8 @@ def dry(
     (2097472, 'layer 2')
     """
     asked = chosen(options, keywords)
+    if asked.uneven:
+        raise ValueError("dry(uneven): on shapes one rank stands for all, so all have its rows. Leave uneven out.")
     if isinstance(model, MLP):
         shapes = Shapes(model)
         given: Any = shapes.batch(rows * asked.accumulate)

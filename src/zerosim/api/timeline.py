@@ -15,7 +15,7 @@ from zerosim.lab.as_records import event_records
 from zerosim.records.files import write_whole
 from zerosim.records.results import EventRecord, SchemeRecord
 from zerosim.util import sizes
-from zerosim.util.arguments import installed
+from zerosim.util.arguments import installed, instance_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,16 +41,18 @@ class Timeline:
     def __init__(self, run: Scheme, step: int = -1) -> None:
         if not run.reports:
             raise IndexError("timeline(step): no step has been made. Call step(batch) first.")
-        try:
-            report = run.reports[step if step < 0 else step - 1]
-        except IndexError:
-            report = None
-        if report is None or step == 0:
-            raise IndexError(f"timeline(step): steps are 1 to {len(run.reports)}, or -1 for the last; got {step}.")
+        instance_of("timeline", "step", step, int)
+        kept = run.reports  # the last ones
+        at = step + len(kept) if step < 0 else step - kept[0].step
+        if step == 0 or not 0 <= at < len(kept):
+            raise IndexError(
+                f"timeline(step): steps are {kept[0].step} to {kept[-1].step}, or -1 for the last; got {step}."
+            )
+        report = kept[at]
         if not report.events:
             raise ValueError(f"timeline(step): the log of step {report.step} is not kept. Ask for a later one.")
         self.step, self.events = report.step, event_records(report)
-        done = [*run.reports[: report.step - 1], replace(report, complete=True)]  # also one that ended early
+        done = [*kept[:at], replace(report, complete=True)]  # also one that ended early
         settings = recording.settings_of(run.model, run.ring.size, run.options, steps=len(done))
         self._results = recording.results(
             settings, run.model.n_params, [recording.scheme_record(run.stage, done, report, uneven=run.options.uneven)]

@@ -23,6 +23,7 @@ from zerosim.optimizer import SGD, Adam, AdamW, ParamGroup, Schedule
 from zerosim.options import LossScale, Options, chosen, with_options
 from zerosim.schemes import Scheme
 from zerosim.stages import Stage
+from zerosim.util import arguments
 
 OPTIMIZERS = {kind.__name__: kind for kind in (Adam, AdamW, SGD)}
 
@@ -50,10 +51,13 @@ def load(
     """
     folder = Path(folder)
     index = files.read_index(folder)
-    row, ranks = row or index.row, ranks or index.ranks
+    row, ranks = row or index.row, index.ranks if ranks is None else ranks
+    arguments.instance_of("load", "row", row, Stage)
+    ranks = arguments.integer("load", "ranks", ranks)
     if "node" not in keywords and index.node is not None and ranks % index.node == 0:
         keywords["node"] = index.node
-    options = chosen(options_of(index.options), keywords)
+    saved = options_of(index.options)
+    options = chosen(saved, keywords)
     scheme: Scheme = row(model if model is not None else _model(index, folder), ranks, options)
     _check(scheme, index, folder)
     states = assembled(folder, index)
@@ -65,7 +69,7 @@ def load(
     updates = [count for bucket in index.buckets for count in bucket.updates]
     for bucket in scheme.buckets:
         bucket.updates, updates = updates[: len(bucket.updates)], updates[len(bucket.updates) :]
-    if scheme.scaler is not None and index.scaler is not None:
+    if scheme.scaler is not None and index.scaler is not None and options.loss_scale == saved.loss_scale:
         scheme.scaler.scale, scheme.scaler.good_steps, scheme.scaler.tolerated = index.scaler
     if index.generator and hasattr(scheme.model, "load_generator_state"):
         scheme.model.load_generator_state(index.generator)

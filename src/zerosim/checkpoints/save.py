@@ -54,19 +54,23 @@ def save(scheme: Scheme, folder: str | Path) -> Index:
         for row, rank in enumerate(scheme.ring.ids):
             tensors: dict[str, Array] = {}
             found: list[tuple[str, str, int, int]] = []
-            for bucket in scheme.buckets:
-                for band in _saved(bucket.states):
-                    mine = [piece for piece, owner in owners[bucket.name, band].items() if owner == row]
-                    for piece in mine:
-                        tensors[f"{bucket.name}/{band}"] = copy = bucket.states[band][row].copy()
-                        scheme.ledger.copy(Place.HOST, Band.CHECKPOINT, copy.nbytes, bucket.name)
-                        scheme.ledger.hold(Band.CHECKPOINT, copy.nbytes, bucket.name, Place.HOST)
-                        found.append((bucket.name, str(band), piece, len(owners[bucket.name, band])))
-            content = files.tensors_bytes(tensors)
-            name = files.write_tensors(folder, rank, scheme.steps, content)
-            records.append(FileRecord(rank, name, files.digest(content), len(content), found))
-            for name, copy in tensors.items():  # ranks write one after another here, and each holds its own alone
-                scheme.ledger.free(Band.CHECKPOINT, copy.nbytes, name.rpartition("/")[0], Place.HOST)
+            held: list[tuple[str, int]] = []
+            try:
+                for bucket in scheme.buckets:
+                    for band in _saved(bucket.states):
+                        mine = [piece for piece, owner in owners[bucket.name, band].items() if owner == row]
+                        for piece in mine:
+                            tensors[f"{bucket.name}/{band}"] = copy = bucket.states[band][row].copy()
+                            scheme.ledger.copy(Place.HOST, Band.CHECKPOINT, copy.nbytes, bucket.name)
+                            held.append((bucket.name, copy.nbytes))
+                            scheme.ledger.hold(Band.CHECKPOINT, copy.nbytes, bucket.name, Place.HOST)
+                            found.append((bucket.name, str(band), piece, len(owners[bucket.name, band])))
+                content = files.tensors_bytes(tensors)
+                name = files.write_tensors(folder, rank, scheme.steps, content)
+                records.append(FileRecord(rank, name, files.digest(content), len(content), found))
+            finally:  # ranks write one after another here, and each holds its own alone, written or not
+                for unit, nbytes in held:
+                    scheme.ledger.free(Band.CHECKPOINT, nbytes, unit, Place.HOST)
         index = _index(scheme, records)
         files.write_index(folder, index)
     return index

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from types import UnionType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from zerosim.bands import Array
 from zerosim.util import sizes
+
+T = TypeVar("T")
 
 
 def installed(call: str, *packages: str, extra: str, otherwise: str = "") -> None:
@@ -46,6 +49,36 @@ def real(value: object) -> float:
         return float(value) if isinstance(value, (int, float, np.integer, np.floating)) else math.nan
     except OverflowError:
         return math.nan
+
+
+def positive(call: str, option: str, value: object, otherwise: str = "") -> float:
+    """The value as Python's float. Anything but a positive, finite number is refused; ``otherwise`` is what else is."""
+    if not 0 < (number := real(value)) < math.inf or value is True:
+        raise ValueError(f"{call}({option}): a positive, finite number is needed{otherwise}; got {value!r}.")
+    return number
+
+
+def not_negative(call: str, option: str, value: object) -> None:
+    """Refuse what is no finite number of 0 or more."""
+    if not 0 <= real(value) < math.inf:
+        raise ValueError(f"{call}({option}): a finite number of 0 or more is needed; got {value!r}.")
+
+
+def pattern(call: str, option: str, value: str) -> None:
+    """Refuse what is no regular expression."""
+    instance_of(call, option, value, str)
+    try:
+        re.compile(value)
+    except re.error as error:
+        said = f"{call}({option}): a regular expression is needed; got {value!r}: {error}."
+        raise ValueError(said) from error
+
+
+def all_of(call: str, option: str, values: Sequence[T], kind: type[T]) -> tuple[T, ...]:
+    """The values as a tuple. TypeError if that is not what they are, or if one is of another type."""
+    if not isinstance(values, (tuple, list)) or not all(isinstance(each, kind) for each in values):
+        raise TypeError(f"{call}({option}): a tuple of {kind.__name__} is needed; got {values!r}.")
+    return tuple(values)
 
 
 def integer(call: str, option: str, value: object, least: int = 1) -> int:

@@ -12,7 +12,9 @@ import numpy as np
 
 from zerosim.bands import Array
 from zerosim.layers import MicroBatch
+from zerosim.util.arguments import real
 
+_MOST = 1e30  # a rank's weights are told in fp32, as one sum
 Check = Callable[[Any, int], tuple[Array, Array]]
 
 
@@ -31,8 +33,8 @@ def micro_batches(
     by_rank = [_listed(each, count, f"step(batch): rank {rank}", "pairs") for rank, each in enumerate(batch)]
     weighed = None
     if weights is not None:
-        if len(weights) != ranks:
-            raise ValueError(f"step(weights): needs one entry per rank, {ranks} in all; got {len(weights)}.")
+        if _size(weights) != ranks:
+            raise ValueError(f"step(weights): needs one entry per rank, {ranks} in all; got {_size(weights)}.")
         weighed = [_listed(each, count, f"step(weights): rank {rank}", "numbers") for rank, each in enumerate(weights)]
     return [
         _laid_out([pairs[index] for pairs in by_rank], weighed and [each[index] for each in weighed], check)
@@ -48,6 +50,14 @@ def _listed(entry: Any, count: int, where: str, what: str) -> list[Any]:
 
 
 def _laid_out(pairs: Sequence[Any], weights: Sequence[Any] | None, check: Check) -> MicroBatch:
+    for rank, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ValueError(f"step(batch): rank {rank} needs a pair (x, y); got {type(pair).__name__}.")
+        if not _rows(pair[0]) and _rows(pair[1]):
+            raise ValueError(
+                f"step(batch): x of rank {rank} has no rows and y has {_rows(pair[1])}, which would not be looked at. "
+                f"Pass as many rows of both."
+            )
     rows = [_rows(x) for x, _ in pairs]
     checked = [check([pair], 1) if count else None for pair, count in zip(pairs, rows, strict=True)]
     like: Sequence[Array] = next((each for each in checked if each is not None), ())
@@ -57,9 +67,11 @@ def _laid_out(pairs: Sequence[Any], weights: Sequence[Any] | None, check: Check)
     for rank, each in enumerate(checked):
         if each is not None:
             x[rank, : rows[rank]], y[rank, : rows[rank]] = each[0][0], each[1][0]
-    weighed = np.array(rows if weights is None else weights, np.float64)
-    if not (np.isfinite(weighed).all() and (weighed >= 0).all()):
-        raise ValueError(f"step(weights): weights are finite and not negative; got {weighed.tolist()}.")
+    weighed = np.array([real(each) for each in (rows if weights is None else weights)])
+    if not ((weighed >= 0).all() and (weighed <= _MOST).all()):
+        raise ValueError(
+            f"step(weights): weights are finite and not negative, {_MOST} at most; got {weighed.tolist()}."
+        )
     return MicroBatch(x, y, rows, weighed)
 
 
@@ -70,4 +82,4 @@ def _rows(x: Any) -> int:
 
 
 def _size(batch: object) -> object:
-    return len(batch) if isinstance(batch, Sequence) else type(batch).__name__
+    return len(batch) if isinstance(batch, Sequence | np.ndarray) else type(batch).__name__
