@@ -83,6 +83,22 @@ def test_a_precision_that_no_plain_training_has_is_compared_all_the_same() -> No
     assert not found.results.nothing_compared(Check.SAME_TRAINING)
 
 
+@pytest.mark.usefixtures("as_users_call_it")
+def test_rows_and_folders_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
+    """One row alone, a row's name, and a number in place of a folder: the error begins with the call and the option."""
+    wrong: Any = "ZeRO-1"
+    for rows in (zs.DP, [wrong]):
+        with pytest.raises(TypeError, match=r"^compare\(rows\): a tuple of Stage is needed"):
+            zs.compare(SMALL, draw(2), ranks=2, rows=rows)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^dry\(row\): row must be of type Stage; got 'ZeRO-1'"):
+        zs.dry(SMALL, wrong, ranks=2)
+    zs.DP(SMALL, 2).save(tmp_path)
+    with pytest.raises(TypeError, match=r"^load\(row\): row must be of type Stage"):
+        zs.load(tmp_path, wrong)
+    with pytest.raises(TypeError, match=r"^load\(folder\): folder must be of type"):
+        zs.load(3)  # type: ignore[arg-type]
+
+
 def test_a_run_on_uneven_batches_says_what_a_naive_mean_would_have_been() -> None:
     """Stepped by hand or compared, in the table and in the records; averaged over ranks there is nothing to say."""
     [batch] = draw(2, steps=1, rows=3)

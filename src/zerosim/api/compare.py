@@ -151,7 +151,7 @@ def compare(
     >>> zs.compare(zs.MLP(), zs.batches(ranks=8, steps=3), ranks=8)
     Comparison(4 schemes on 8 ranks, 3 steps; same training: holds; as predicted: holds)
     """
-    ranks = arguments.integer("compare", "ranks", ranks)
+    ranks, rows = arguments.integer("compare", "ranks", ranks), arguments.all_of("compare", "rows", rows, Stage)
     if not rows or len({row.name for row in rows}) < len(rows):
         raise ValueError(f"compare(rows): one or more rows, each of another name; got {[row.name for row in rows]}.")
     given = batches_for("compare", batches, ranks)

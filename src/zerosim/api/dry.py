@@ -12,6 +12,7 @@ from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.options import Options, chosen, with_options
 from zerosim.stages import Stage
+from zerosim.util.arguments import instance_of
 from zerosim.worlds.dry import DryRing, Shapes
 
 
@@ -41,6 +42,7 @@ def dry(
     >>> sum(report.resident.values()), report.peak.unit
     (2097472, 'layer 2')
     """
+    instance_of("dry", "row", row, Stage)
     asked = chosen(options, keywords)
     if asked.uneven:
         raise ValueError("dry(uneven): on shapes one rank stands for all, so all have its rows. Leave uneven out.")

@@ -49,6 +49,7 @@ def load(
     CheckpointError, with what is wrong, for a folder that is
     damaged, incomplete, foreign, or of another model.
     """
+    arguments.instance_of("load", "folder", folder, str | Path)
     folder = Path(folder)
     index = files.read_index(folder)
     row, ranks = row or index.row, index.ranks if ranks is None else ranks
