@@ -56,6 +56,12 @@ def test_fully_shard(row: Stage, given: dict[str, Any], case: tuple[int, int, tu
     close(planned(model, row, RANKS, shape, node_size=NODE), fsdp2_peak(model, RANKS, shape, **given))
 
 
+def test_the_last_gather_is_there_with_the_loss() -> None:
+    """Where parameters stay after forward, the last gather goes once the loss is there: few tokens, large blocks."""
+    model, shape = Model(256, 2), (2, 64)
+    close(planned(model, ZeRO3Kept, RANKS, shape), fsdp2_peak(model, RANKS, shape, reshard=False))
+
+
 @pytest.mark.parametrize("tied", [True, *by_night(False)])
 @pytest.mark.parametrize("checkpoint", [True, *by_night(False)])
 @pytest.mark.parametrize("ranks", [2, *by_night(1, 64)])

@@ -82,12 +82,13 @@ class Unsharding(Parameters):
             self._unshard(last)
 
     def end_pass(self) -> None:
-        if not self._row.params:
-            return
-        if self._backward:
+        if self._row.params and self._backward:
             self._release(list(self._full), list(self._second))
-        elif not self._row.reshard_after_forward:
-            # The loss is most in its backward, when this is gone; otherwise the gather for the last unit is there then.
+
+    def loss_computed(self) -> None:
+        """The root's forward, which the loss is part of, ends and frees what was copied last. Where parameters are
+        released after forward, a buffer of that size comes at once for the last unit's gather: it is left here."""
+        if not self._row.reshard_after_forward:
             self._free_copied()
 
     def fetch(self, layers: Sequence[Layer], index: int) -> Flat:
@@ -263,6 +264,11 @@ class FSDP2(Scheme):
     """A training step as FSDP2 runs it."""
 
     made_of = Reducing, Unsharding, Stepping
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        assert isinstance(self._parameters, Unsharding), "it is made of these"
+        self._work.on_loss = self._parameters.loss_computed
 
 
 class DDP(Scheme):
