@@ -62,6 +62,15 @@ def test_the_last_gather_is_there_with_the_loss() -> None:
     close(planned(model, ZeRO3Kept, RANKS, shape), fsdp2_peak(model, RANKS, shape, reshard=False))
 
 
+def test_three_of_a_unit_in_forward() -> None:
+    """A unit's parameters are copied out of their buffer while the one before it is there: the most of a step in which
+    the head alone is trained."""
+    model, shape = Model(256, 3), (1, 8)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    close(planned(model, ZeRO3, RANKS, shape), fsdp2_peak(model, RANKS, shape))
+
+
 @pytest.mark.parametrize("tied", [True, *by_night(False)])
 @pytest.mark.parametrize("checkpoint", [True, *by_night(False)])
 @pytest.mark.parametrize("ranks", [2, *by_night(1, 64)])

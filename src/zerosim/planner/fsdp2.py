@@ -68,7 +68,7 @@ class Unsharding(Parameters):
     def forget(self) -> None:
         super().forget()
         self._gathering: dict[Layer | None, list[Array]] = {}  # what is gathered and not yet copied out, by unit
-        self._copied: list[Array] = []  # the last that was copied out of in forward: the next copy frees it
+        self._copied: list[Array] = []  # the last that was copied out of in forward: it goes after the next copy
 
     def begin_pass(self, layers: Sequence[Layer], *, backward: bool) -> None:
         self._backward = backward
@@ -135,11 +135,10 @@ class Unsharding(Parameters):
             self._ranks.free(array)
 
     def _wait_for_unshard(self, unit: Layer | None) -> None:
-        """Copy what was gathered to the parameters. In forward the buffer stays until the next is copied out of."""
+        """Copy what was gathered to the parameters. In forward the buffer stays until the next has been copied out of:
+        ``prev_all_gather_state`` refers to it to the end of the call."""
         if (gathered := self._gathering.pop(unit, None)) is None:
             return
-        if not self._backward:
-            self._free_copied()
         for group in self._groups(unit):
             if group not in self._full:
                 self._fetch_group(group)
@@ -149,6 +148,7 @@ class Unsharding(Parameters):
             for array in gathered:
                 self._ranks.free(array)
         else:
+            self._free_copied()
             self._copied = gathered
 
     def _free_copied(self) -> None:
