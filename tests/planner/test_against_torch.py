@@ -98,3 +98,10 @@ def test_plain_torch_and_ddp(buckets: str | None, case: tuple[int, int, tuple[in
     ranks = 2 if buckets else 1
     ours = planned(model, DP, ranks, shape, precision="fp32", bucket_view=buckets == "views")
     close(ours, plain_peak(model, shape, buckets=buckets))
+
+
+def test_tied_gradients_beside_views_of_buckets() -> None:
+    """What autograd adds of tied parameters is apart from DDP's bucket, which it is copied to when all is there."""
+    model, shape = Model(96, 1, tied=True), (1, 8)
+    ours = planned(model, DP, 2, shape, precision="fp32", bucket_view=True)
+    close(ours, plain_peak(model, shape, buckets="views"))

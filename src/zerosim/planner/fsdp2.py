@@ -162,7 +162,11 @@ class Unsharding(Parameters):
 
 
 class Accumulating(Gradients):
-    """Gradients as autograd accumulates them: of tied parameters it adds two to a third."""
+    """Gradients as autograd accumulates them: of tied parameters it adds two to a third.
+
+    Where gradients outlive a step, as DDP's views of its buckets do, autograd's own are apart from them until it has
+    added or copied them: those of tied parameters until both are there.
+    """
 
     def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
         self._tied = set(shared(sharding.layers))
@@ -171,9 +175,13 @@ class Accumulating(Gradients):
     def begin(self) -> None:
         super().begin()
         self._totals: dict[Group, Array] = {}
+        self._apart: dict[Group, Array] = {}  # autograd's own, beside where they are kept
 
     def _room(self, bucket: Bucket) -> Array:
+        outlived = Band.GRADS in bucket.states and bucket.group not in self._local
         room = super()._room(bucket)
+        if outlived and room is bucket.states[Band.GRADS]:
+            self._apart[bucket.group] = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
         if bucket.group in self._again and bucket.group in self._tied:
             self._totals[bucket.group] = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
         return room
@@ -189,6 +197,8 @@ class Accumulating(Gradients):
                 self._ranks.free(again)
                 if (total := self._totals.pop(group, None)) is not None:
                     self._ranks.free(total)
+            if group in self._apart and self._completes[group] is layer:
+                self._ranks.free(self._apart.pop(group))
 
 
 class Reducing(Accumulating):
