@@ -213,10 +213,11 @@ class Workspace:
     """``hold`` and ``free`` for one band: what a room that allocates, but must not know bands, is handed.
 
     ``dtype`` is what it allocates unless told otherwise, if that is not the band's usual one; ``kernels`` is what
-    computes on it.
+    computes on it. ``on_loss`` is called by a model of shapes when its loss is there, before the loss's backward.
     """
 
     kernels: Kernels = NUMPY
+    on_loss: Callable[[], None] | None = None
 
     def __init__(self, ranks: Ranks, band: Band, dtype: DType | None = None) -> None:
         self._ranks, self._band, self._dtype, self.kernels = ranks, band, dtype, ranks.kernels

@@ -56,6 +56,21 @@ def test_fully_shard(row: Stage, given: dict[str, Any], case: tuple[int, int, tu
     close(planned(model, row, RANKS, shape, node_size=NODE), fsdp2_peak(model, RANKS, shape, **given))
 
 
+def test_the_last_gather_is_there_with_the_loss() -> None:
+    """Where parameters stay after forward, the last gather goes once the loss is there: few tokens, large blocks."""
+    model, shape = Model(256, 2), (2, 64)
+    close(planned(model, ZeRO3Kept, RANKS, shape), fsdp2_peak(model, RANKS, shape, reshard=False))
+
+
+def test_three_of_a_unit_in_forward() -> None:
+    """A unit's parameters are copied out of their buffer while the one before it is there: the most of a step in which
+    the head alone is trained."""
+    model, shape = Model(256, 3), (1, 8)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    close(planned(model, ZeRO3, RANKS, shape), fsdp2_peak(model, RANKS, shape))
+
+
 @pytest.mark.parametrize("tied", [True, *by_night(False)])
 @pytest.mark.parametrize("checkpoint", [True, *by_night(False)])
 @pytest.mark.parametrize("ranks", [2, *by_night(1, 64)])
@@ -83,3 +98,10 @@ def test_plain_torch_and_ddp(buckets: str | None, case: tuple[int, int, tuple[in
     ranks = 2 if buckets else 1
     ours = planned(model, DP, ranks, shape, precision="fp32", bucket_view=buckets == "views")
     close(ours, plain_peak(model, shape, buckets=buckets))
+
+
+def test_tied_gradients_beside_views_of_buckets() -> None:
+    """What autograd adds of tied parameters is apart from DDP's bucket, which it is copied to when all is there."""
+    model, shape = Model(96, 1, tied=True), (1, 8)
+    ours = planned(model, DP, 2, shape, precision="fp32", bucket_view=True)
+    close(ours, plain_peak(model, shape, buckets="views"))

@@ -171,3 +171,8 @@ def test_other_rows_are_looked_at_where_they_are_their_own() -> None:
         10: ["data parallel", "ZeRO-3, kept"],
     }  # fmt: skip
     assert zs.plan(MLP, gpus=8, rows=[ZeRO3]).record.others == []
+
+
+def test_other_rows_that_cannot_be_run_as_asked_are_left_out() -> None:
+    """A bf16 wire carries FSDP2's working copy, and not that of DDP, which computes under autocast in fp32."""
+    assert [cell.name for cell in zs.plan(MLP, gpus=4, wire="bf16").record.others] == ["ZeRO-3, kept"]

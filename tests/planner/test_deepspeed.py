@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from zerosim.bands import Band
 from zerosim.options import Options
 from zerosim.planner import deepspeed, job_config, models, recipes
 from zerosim.planner.fsdp2 import Library
@@ -228,3 +229,13 @@ def test_accumulated_gradients_are_there_whole_if_they_are_reduced_at_the_end() 
     each, end = (Runner(source, msgspec.structs.replace(question, sync=sync)).run(ZeRO3, N) for sync in ("each", "end"))
     assert most(each, "unreduced grads", 2) == MATRIX + MATRIX // N + SMALL // N  # and the average of the second time
     assert most(end, "unreduced grads", 2) == P + MATRIX + SMALL  # all but the head, and the last block once more
+
+
+def test_what_is_whole_stays_so_where_units_are_updated_in_the_backward() -> None:
+    """What is left of the backward reads it, and it is freed once."""
+    question = Question(
+        model="stack", asked=[N], gpus=[N], rows=[ZeRO3], convention="deepspeed", optimizer_in_backward=True,
+        zero=ZeroConfig(**NONE | {"param_persistence_threshold": MATRIX, "max_reuse_distance": 10**9}),
+    )  # fmt: skip
+    found = Runner(Stack(), question).run(ZeRO3, N)
+    assert found.resident[Band.GATHERED] == 2 * P

@@ -115,8 +115,11 @@ def plain_peak(model: Model, shape: tuple[int, int], *, buckets: str | None = No
 
 
 def model_like(model: Model) -> Model:
-    """The same model anew, in the mode that is on."""
-    return Model(model.embedding.embedding_dim, len(model.blocks), tied=model.head.weight is model.embedding.weight)
+    """The same model anew, in the mode that is on, and of it the same trained."""
+    anew = Model(model.embedding.embedding_dim, len(model.blocks), tied=model.head.weight is model.embedding.weight)
+    for parameter, given in zip(anew.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(given.requires_grad)
+    return anew
 
 
 def _highest(tracker: Any, backward: Any, optimizer: torch.optim.Optimizer, steps: int) -> int:

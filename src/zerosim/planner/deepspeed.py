@@ -249,7 +249,8 @@ class Stepping(Update):
     def apply(self, factor: Any, *, rate: float, buckets: Sequence[Bucket] | None = None, used: Any = None) -> None:
         parameters, options = self._parameters, self._options
         assert isinstance(parameters, Coordinating), "these rules are a plan's"
-        parameters.partition_all()
+        if buckets is None:  # in the backward what follows still reads them
+            parameters.partition_all()
         copies = []
         if buckets is None and self._row.optimizer and "optimizer" not in self._row.offload:
             grads, largest = self._ranks.dtypes[Band.GRADS], self._sub_group()

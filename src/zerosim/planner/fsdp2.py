@@ -68,7 +68,7 @@ class Unsharding(Parameters):
     def forget(self) -> None:
         super().forget()
         self._gathering: dict[Layer | None, list[Array]] = {}  # what is gathered and not yet copied out, by unit
-        self._copied: list[Array] = []  # the last that was copied out of in forward: the next copy frees it
+        self._copied: list[Array] = []  # the last that was copied out of in forward: it goes after the next copy
 
     def begin_pass(self, layers: Sequence[Layer], *, backward: bool) -> None:
         self._backward = backward
@@ -82,12 +82,13 @@ class Unsharding(Parameters):
             self._unshard(last)
 
     def end_pass(self) -> None:
-        if not self._row.params:
-            return
-        if self._backward:
+        if self._row.params and self._backward:
             self._release(list(self._full), list(self._second))
-        elif not self._row.reshard_after_forward:
-            # The loss is most in its backward, when this is gone; otherwise the gather for the last unit is there then.
+
+    def loss_computed(self) -> None:
+        """The root's forward, which the loss is part of, ends and frees what was copied last. Where parameters are
+        released after forward, a buffer of that size comes at once for the last unit's gather: it is left here."""
+        if not self._row.reshard_after_forward:
             self._free_copied()
 
     def fetch(self, layers: Sequence[Layer], index: int) -> Flat:
@@ -134,11 +135,10 @@ class Unsharding(Parameters):
             self._ranks.free(array)
 
     def _wait_for_unshard(self, unit: Layer | None) -> None:
-        """Copy what was gathered to the parameters. In forward the buffer stays until the next is copied out of."""
+        """Copy what was gathered to the parameters. In forward the buffer stays until the next has been copied out of:
+        ``prev_all_gather_state`` refers to it to the end of the call."""
         if (gathered := self._gathering.pop(unit, None)) is None:
             return
-        if not self._backward:
-            self._free_copied()
         for group in self._groups(unit):
             if group not in self._full:
                 self._fetch_group(group)
@@ -148,6 +148,7 @@ class Unsharding(Parameters):
             for array in gathered:
                 self._ranks.free(array)
         else:
+            self._free_copied()
             self._copied = gathered
 
     def _free_copied(self) -> None:
@@ -161,7 +162,11 @@ class Unsharding(Parameters):
 
 
 class Accumulating(Gradients):
-    """Gradients as autograd accumulates them: of tied parameters it adds two to a third."""
+    """Gradients as autograd accumulates them: of tied parameters it adds two to a third.
+
+    Where gradients outlive a step, as DDP's views of its buckets do, autograd's own are apart from them until it has
+    added or copied them: those of tied parameters until both are there.
+    """
 
     def __init__(self, sharding: Sharding, comms: Sequence[Comm]) -> None:
         self._tied = set(shared(sharding.layers))
@@ -170,9 +175,13 @@ class Accumulating(Gradients):
     def begin(self) -> None:
         super().begin()
         self._totals: dict[Group, Array] = {}
+        self._apart: dict[Group, Array] = {}  # autograd's own, beside where they are kept
 
     def _room(self, bucket: Bucket) -> Array:
+        outlived = Band.GRADS in bucket.states and bucket.group not in self._local
         room = super()._room(bucket)
+        if outlived and room is bucket.states[Band.GRADS]:
+            self._apart[bucket.group] = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
         if bucket.group in self._again and bucket.group in self._tied:
             self._totals[bucket.group] = self._ranks.hold(Band.UNREDUCED, (bucket.padded,), bucket.name)
         return room
@@ -188,6 +197,8 @@ class Accumulating(Gradients):
                 self._ranks.free(again)
                 if (total := self._totals.pop(group, None)) is not None:
                     self._ranks.free(total)
+            if group in self._apart and self._completes[group] is layer:
+                self._ranks.free(self._apart.pop(group))
 
 
 class Reducing(Accumulating):
@@ -263,6 +274,11 @@ class FSDP2(Scheme):
     """A training step as FSDP2 runs it."""
 
     made_of = Reducing, Unsharding, Stepping
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        assert isinstance(self._parameters, Unsharding), "it is made of these"
+        self._work.on_loss = self._parameters.loss_computed
 
 
 class DDP(Scheme):

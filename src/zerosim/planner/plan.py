@@ -118,6 +118,10 @@ def possible(runner: Runner, row: Stage, ranks: int) -> bool:
     node = node_size(runner.question)
     if (row.two_axes or row.reshard_after_forward == "group") and (ranks <= node or ranks % node):
         return False
+    try:
+        runner.options(row, ranks)
+    except ValueError:  # such as a wire that does not carry the row's own precision
+        return False
     return bool(ranks > 1 and (row.params or RECIPES[runner.precision(row)].everywhere))
 
 

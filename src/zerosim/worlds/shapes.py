@@ -224,6 +224,8 @@ class ShapeModel:
             work.free(work.hold(own.forward_temporaries, dtype=np.dtype(np.uint8)))
         if self._frees:
             y.free(own.frees, work)
+        if work.on_loss is not None:
+            work.on_loss()
         pending = _Pending()
         pending.put(_sent(own, self.shapes), work)
         if self._temporaries and own.backward_temporaries:
