@@ -64,7 +64,7 @@ RUN = {
     "worlds/local_comm",
 }
 
-CORE_LINES = 3_695  # of all flat files together; it is to come down
+CORE_LINES = 3_670  # of all flat files together; it is to come down
 LINES, LONG_LINES = 300, 380  # of one module, and of those that are longer than they should be
 LONG = {
     "checks/reference",

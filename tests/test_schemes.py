@@ -446,7 +446,7 @@ def test_what_is_sent_and_held_in_flight_is_some_layers(stage: Stage) -> None:
     assert {event.unit for event in flying} == {"layer 1", "layer 2"}
     assert {type(event.nbytes) for event in flying} == {int}
     assert {type(traffic.sent_each) for traffic in scheme.reports[-1].traffic.values()} == {int}
-    assert {type(traffic._received) for traffic in scheme.reports[-1].traffic.values()} == {int}
+    assert {type(traffic.received_each) for traffic in scheme.reports[-1].traffic.values()} == {int}
 
 
 def test_events_are_of_whom_they_are() -> None:

@@ -108,35 +108,22 @@ class Precision:
     @property
     def states(self) -> tuple[Band, ...]:
         """The states of a parameter and its gradient, the optimizer's own left out, in order of allocation."""
-        return (
-            Band.PARAMS,
-            Band.GRADS,
-            *([Band.MAIN_GRADS] if self.main_grads else []),
-            *([Band.MASTER] if self.master else []),
-        )
+        main, master = [Band.MAIN_GRADS] * self.main_grads, [Band.MASTER] * self.master
+        return (Band.PARAMS, Band.GRADS, *main, *master)
 
     def dtypes(self, wire: DType) -> dict[Band, DType]:
         """Which dtype each band has, given the dtype of the ring's blocks. Buffers have whichever each has."""
         grads = self.grads or self.working
-        return {
+        return dict.fromkeys(Band, FP32) | {
             Band.PARAMS: self.params,
             Band.GRADS: grads,
-            Band.MAIN_GRADS: FP32,
-            Band.MASTER: FP32,
-            Band.EXP_AVG: FP32,
-            Band.EXP_AVG_SQ: FP32,
-            Band.MOMENTUM: FP32,
+            Band.BUCKET: grads,
             Band.GATHERED: self.working,
             Band.SECONDARY: self.working,
             Band.UNREDUCED: grads if self.everywhere else self.working,
             Band.PARTIAL: wire,
             Band.BLOCKS: wire,
-            Band.SCALARS: FP32,
-            Band.ACTIVATIONS: FP32,
-            Band.BUFFERS: FP32,
             Band.CHECKPOINT: np.dtype(np.uint8),
-            Band.BUCKET: grads,
-            Band.SCALES: FP32,
         }
 
 

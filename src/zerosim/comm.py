@@ -61,11 +61,9 @@ class Ring(Protocol):
         Rank r = d S + s is member s of node d: in the second ring it is with the ranks of d, in the third with
         those of s.
         """
-        ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """An array of this world, contents undefined."""
-        ...
 
     def shift(self, block: Shaped[Array, "R C"], spare: Shaped[Array, "R C"]) -> Shaped[Array, "R C"]:
         """Hand ``block`` to the member below and return the one that the member above handed over.
@@ -73,7 +71,6 @@ class Ring(Protocol):
         It arrives in ``spare``, or, where the rows have only changed their ranks, as a
         read-only view of ``block``, whose row r is then the chunk that rank r owns.
         """
-        ...
 
     def grid(self, block: Shaped[Array, "R C"]) -> Shaped[Array, "... C"]:
         """A view of a block, of which each of the ``chunks`` says which part it meets."""
@@ -82,7 +79,6 @@ class Ring(Protocol):
     def chunks(self, buffer: Shaped[Array, "R L"], hop: int) -> Pieces:
         """For each member m its chunk (m + hop) mod n of ``buffer`` [R, n*C], as views, each with where in the
         ``grid`` of a block in flight the chunks are that it belongs to."""
-        ...
 
     def spread(self, block: Shaped[Array, "R C"], buffer: Shaped[Array, "R L"]) -> None:
         """Where hops move nothing: write each row of ``block`` to its chunk on every rank of its ring."""

@@ -82,7 +82,8 @@ class Traffic:
     """
 
     def __init__(self, rows: int) -> None:
-        self._rows, self._sent, self._received = rows, 0, 0
+        self._rows = rows
+        self.sent_each = self.received_each = 0  # bytes of each rank
         self.padding: Counts = np.zeros(rows, np.int64)  # the part of sent that is padding
         self.outside: Counts = np.zeros(rows, np.int64)  # the part of sent that left the rank's node
         self.node_outside = 0  # bytes that left each node, by all of its ranks
@@ -91,22 +92,17 @@ class Traffic:
     @property
     def sent(self) -> Counts:
         """Bytes sent, [R]."""
-        return np.full(self._rows, self._sent, np.int64)
+        return np.full(self._rows, self.sent_each, np.int64)
 
     @property
     def received(self) -> Counts:
         """Bytes received, [R]."""
-        return np.full(self._rows, self._received, np.int64)
-
-    @property
-    def sent_each(self) -> int:
-        """Bytes that each rank sent."""
-        return self._sent
+        return np.full(self._rows, self.received_each, np.int64)
 
     def hop(self, sent: int, received: int, padding: Counts | None = None, messages: int = 1) -> None:
         """One hop, or several as one: every rank handed over ``sent`` bytes in all and took ``received``."""
-        self._sent += sent
-        self._received += received
+        self.sent_each += sent
+        self.received_each += received
         self.messages += messages
         if padding is not None:
             self.padding += padding

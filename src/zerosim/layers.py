@@ -110,14 +110,12 @@ class Layer(Protocol):
 
     def forward(self, x: Shaped[Array, "R ..."], given: Pass) -> tuple[Shaped[Array, "R ..."], Any]:
         """The output for input ``x``, and what backward needs."""
-        ...
 
     def backward(self, saved: Any, dy: Shaped[Array, "R ..."], given: Pass) -> Shaped[Array, "R ..."] | None:
         """Write the gradients to ``given.grads``, in its dtype; return dx if it is needed.
 
         What was there before is overwritten: adding is the schedule's affair.
         """
-        ...
 
 
 @runtime_checkable
@@ -127,32 +125,26 @@ class Model(Protocol):
     @property
     def layers(self) -> Sequence[Layer]:
         """The units, in the order of the forward pass."""
-        ...
 
     @property
     def n_params(self) -> int:
         """The logical number of parameters: tied ones once, frozen ones too, padding and buffers left out."""
-        ...
 
     def initial(self) -> Float[Array, "P"]:
         """The initial parameters [P], fp32, the same at every call: the groups' in order of first appearance."""
-        ...
 
     def buffer(self, group: Group) -> Array:
         """What a group of buffers starts with [its size], in the group's dtype."""
-        ...
 
     def check(
         self, batch: Sequence[tuple[Any, Any]], ranks: int
     ) -> tuple[Shaped[Array, "R ..."], Shaped[Array, "R ..."]]:
         """A batch of one (x, y) per rank as two arrays [R, B, ...], or ValueError or TypeError if it isn't one."""
-        ...
 
     def loss(
         self, y: Shaped[Array, "R ..."], target: Shaped[Array, "R ..."], work: Workspace
     ) -> tuple[Float[Array, "R"], Shaped[Array, "R ..."]]:
         """Each copy's loss [R] and the gradient of its output, held. Frees ``target``."""
-        ...
 
 
 class Chain:
