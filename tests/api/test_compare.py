@@ -18,6 +18,7 @@ from zerosim.records.results import Check, Settings
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 SMALL = zs.MLP((5, 7, 3))
+THREE = (np.ones(1),) * 3
 MINE = zs.Stage("mine", optimizer=True, grads=True)
 
 
@@ -192,6 +193,23 @@ def test_a_run_stepped_by_hand_has_a_page_and_a_file(tmp_path: Path) -> None:
     assert "there is one scheme" in str(found.table())
 
 
+def test_before_a_step_there_are_no_results() -> None:
+    """What was not trained has nothing to show, and says what to do."""
+    with pytest.raises(ValueError, match=r"^results: no step of this run is complete. Call step\(batch\) first"):
+        zs.ZeRO3(SMALL, ranks=3).results()
+
+
+@pytest.mark.parametrize(("name", "call", "kept"), [("x.pdf", "report", ".html"), ("x.html", "save", ".json")])
+def test_files_have_the_ending_of_what_is_in_them(name: str, call: str, kept: str, tmp_path: Path) -> None:
+    """A page is .html and a results file .json: another ending is refused, in words, and nothing is written."""
+    found = zs.compare(SMALL, draw(2, steps=1), ranks=2, rows=zs.DP)
+    write = getattr(found, call)
+    with pytest.raises(ValueError, match=rf"^Comparison.{call}\(path\): .* ends in {kept}; got '{name}'"):
+        write(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    write(str(tmp_path / f"x{kept.upper()}"))
+
+
 def test_one_batch_is_taken_for_what_it_is() -> None:
     """A single batch, forgotten to be put in a list, is one step; as a list of one it is the same."""
     [batch] = draw(3, steps=1)
@@ -207,7 +225,12 @@ def test_one_batch_is_taken_for_what_it_is() -> None:
         ({"batches": []}, ValueError, r"zs.batches\(ranks=3\); got list"),
         ({"batches": 5}, ValueError, "got int"),
         ({"batches": draw(2)}, ValueError, "3 in all; got one of 2. Pass ranks=2"),
+        ({"batches": [[THREE] * 3]}, ValueError, r"pair \(x, y\); got one of 3. Several inputs go .* \(\(a, b\), y\)"),
+        ({"batches": [*draw(3), [THREE] * 3]}, ValueError, "got one of 3. Several inputs"),
+        ({"batches": [[THREE] * 2] * 2, "ranks": 2}, ValueError, "got one of 3. Several inputs"),
+        ({"batches": [THREE] * 3}, ValueError, "got one of 3. Several inputs"),
         ({"rows": []}, ValueError, "one or more rows"),
+        ({"rows": ["zero5"]}, ValueError, r"compare\(rows\): no scheme is called 'zero5'"),
         ({"rows": [zs.DP, zs.DP]}, ValueError, "each of another name"),
         ({"loss": len}, ValueError, r"compare\(loss\): MLP has its own layers and loss"),
         ({"presicion": "bf16"}, TypeError, "no option 'presicion'"),
@@ -232,3 +255,8 @@ def test_batches_repeat() -> None:
     assert not np.array_equal(one, other)
     with pytest.raises(ValueError, match="one of noise, digits; got 'mnist'"):
         zs.batches(2, data="mnist")
+    for widths in ((3,), 3, (3, 4, 5)):
+        with pytest.raises(ValueError, match=r"batches\(widths\): two widths, of x and of y, as in \(64, 64\); got"):
+            zs.batches(2, widths=widths)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"batches\(widths\): widths must be an integer of 1 or more; got 0"):
+        zs.batches(2, widths=(0, 3))

@@ -20,7 +20,7 @@ from zerosim.cli import options
 from zerosim.model import MLP
 from zerosim.records import results
 from zerosim.schemes import Scheme
-from zerosim.stages import DP, Stage, ZeRO1, ZeRO2, ZeRO3
+from zerosim.stages import DP, Stage, ZeRO2
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -335,19 +335,6 @@ def test_a_scale_that_rounds_is_noted(tmp_path: Path) -> None:
 
 
 # -- schemes by name
-
-
-@pytest.mark.parametrize(
-    ("text", "row"),
-    [
-        ("ZeRO-1", ZeRO1), ("zero-1", ZeRO1), ("zero_1", ZeRO1), ("ZERO1", ZeRO1), ("dp", DP), ("data parallel", DP),
-        ("Data-Parallel", DP), ("zero 3", ZeRO3), ("mine=optimizer,grads", Stage("mine", optimizer=True, grads=True)),
-        ("bare =", Stage("bare")), ("ZeRO-1 = optimizer, grads", Stage("ZeRO-1", optimizer=True, grads=True)),
-    ],
-)  # fmt: skip
-def test_schemes_are_known_by_name(text: str, row: Stage) -> None:
-    """Case, hyphens and spaces do not matter, and a row of one's own says what it shards."""
-    assert options.row(text) == row
 
 
 @pytest.mark.parametrize(

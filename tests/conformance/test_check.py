@@ -175,7 +175,7 @@ def test_what_is_handed_over_is_compared() -> None:
         ({"accumulate": 0}, "integer of 1 or more"),
         ({"optimizer": 3}, "an Adam, AdamW or SGD of this package"),
         ({"optimizer": torch.optim.RMSprop}, "an Adam, AdamW or SGD of this package"),
-        ({"scheme": "ZeRO-1"}, "scheme must be of type Stage"),
+        ({"scheme": "ZeRO-4"}, "check(scheme): no scheme is called 'ZeRO-4'. There are"),
         ({"scheme": HSDP}, "Say how large they are, as in node=8"),
         ({"loss_scale": "dynamic"}, "loss_scale must be of type"),
     ],

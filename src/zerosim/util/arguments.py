@@ -9,6 +9,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -79,6 +80,12 @@ def all_of(call: str, option: str, values: Sequence[T], kind: type[T]) -> tuple[
     if not isinstance(values, (tuple, list)) or not all(isinstance(each, kind) for each in values):
         raise TypeError(f"{call}({option}): a tuple of {kind.__name__} is needed; got {values!r}.")
     return tuple(values)
+
+
+def ending(call: str, option: str, path: Path, what: str, known: str) -> None:
+    """Refuse a file whose name promises something else than what is written to it."""
+    if path.suffix.lower() != known:
+        raise ValueError(f"{call}({option}): the name of {what} ends in {known}; got {path.name!r}.")
 
 
 def integer(call: str, option: str, value: object, least: int = 1) -> int:
