@@ -83,6 +83,14 @@ def test_an_option_that_cannot_be_is_refused_by_name(stage: Stage, option: str, 
         stage(**arguments)
 
 
+def test_what_is_no_model_is_told_how_to_become_one() -> None:
+    """A module of torch's, say: the refusal names what makes it a model, which is there, and who takes it as it is."""
+    with pytest.raises(TypeError, match=r"^Scheme\(model\): .*; got \[5, 7\]\. Pass zs.MLP\(sizes\)") as caught:
+        ZeRO2([5, 7], RANKS)
+    assert "zerosim.torch_models.model.from_torch(module, batch, loss)" in str(caught.value)
+    assert "zs.compare and zs.dry take the module itself" in str(caught.value)
+
+
 @pytest.mark.parametrize("option", ["precison", "wires", "bucket_size", "seed"])
 def test_unknown_options_are_refused(option: str) -> None:
     """An option that does not exist is a TypeError that names it and those that there are, not ignored."""

@@ -37,11 +37,17 @@ def one_of(call: str, option: str, value: object, known: Collection[str]) -> Non
         raise ValueError(f"{call}({option}): {option} is one of {', '.join(known)}; got {value!r}.")
 
 
-def instance_of(call: str, option: str, value: object, kind: type | UnionType) -> None:
-    """Refuse a value of another type."""
+def instance_of(call: str, option: str, value: object, kind: type | UnionType, instead: str = "") -> None:
+    """Refuse a value of another type; ``instead`` says what to pass."""
     if not isinstance(value, kind):
         name = getattr(kind, "__name__", str(kind))
-        raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.")
+        raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.{instead and ' '}{instead}")
+
+
+A_MODEL = (
+    "Pass zs.MLP(sizes), or what zerosim.torch_models.model.from_torch(module, batch, loss) makes of a "
+    "torch.nn.Module; zs.compare and zs.dry take the module itself."
+)
 
 
 def real(value: object) -> float:
