@@ -287,6 +287,7 @@ def test_a_step_as_people_run_it_is_checked_and_shown(tmp_path: Path) -> None:
     assert any(step.mean_of_means != step.loss for step in steps)
     assert "Step by step" in result.output
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "All of the last step, on the 2 ranks on which the run was resumed." in " ".join(result.output.split())
     said = "clipped to 0.5, loss scale 65536, uneven batches, AdamW with weight decay 0.01, resumed after step 1"
     assert said in page
     assert said.replace(" ", "") in "".join(result.output.split())
@@ -331,6 +332,7 @@ def test_a_scale_that_rounds_is_noted(tmp_path: Path) -> None:
     """A loss scale that is no power of two is taken, and said to round."""
     result = run(*SMALL, "--steps", "1", "--loss-scale", "1000", out=tmp_path)
     assert result.exit_code == 0, result.output
+    assert " 1 step of " in result.output
     assert "note: LossScale: 1000.0 is no power of two, so that scaling rounds gradients." in result.stderr
 
 

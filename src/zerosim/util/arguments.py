@@ -169,7 +169,9 @@ def check_layout(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int
     rows = next(iter(getattr(batch[0][0], "shape", ())), 0)
     for index, (what, width) in enumerate((("x", width_in), ("y", width_out))):
         for rank, pair in enumerate(batch):
-            _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width)
+            counts = {getattr(each, "shape", ())[:1] for each in pair}
+            instead = PASS_UNEVEN if rank and what == "x" and len(counts) == 1 else ""
+            _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width, instead)
 
 
 def unmasked(where: str, array: object) -> None:
@@ -180,7 +182,10 @@ def unmasked(where: str, array: object) -> None:
         )
 
 
-def _check_array(where: str, array: Array, rows: int, width: int) -> None:
+PASS_UNEVEN = " Pass as many, or uneven=True."  # which is for ranks whose numbers of rows differ, not for a pair's
+
+
+def _check_array(where: str, array: Array, rows: int, width: int, instead: str) -> None:
     unmasked(where, array)
     if getattr(array, "dtype", None) != np.float32:
         got = getattr(array, "dtype", type(array).__name__)
@@ -192,7 +197,7 @@ def _check_array(where: str, array: Array, rows: int, width: int) -> None:
     if array.shape[0] != rows:
         raise ValueError(
             f"{where} has {array.shape[0]} rows and x of rank 0 has {rows}. Every rank needs the same number, or the "
-            f"average over ranks would not be the average over rows."
+            f"average over ranks would not be the average over rows.{instead}"
         )
 
 
