@@ -137,6 +137,11 @@ class Check:
             dtype = numpy_dtype(next(net.parameters()).dtype)
             self._judge = Judge(self.layout, row, self.ranks, recipe, dtype, local, self._expect, self._search)
 
+    def __repr__(self) -> str:
+        counts = {"step": self._steps, "finding": len(self.findings)}
+        done = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
+        return f"Check({self.row.name} on {self.ranks} rank{'s' * (self.ranks != 1)}, rank {self.rank}: {done})"
+
     # -- what a user calls
 
     @contextmanager
