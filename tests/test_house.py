@@ -33,6 +33,7 @@ HOUSE = [
     *["optimizer", "options", "layers", "util/batches", "model"],  # what is trained, and what may be chosen
     *[
         "stages",
+        "util/rows",
         "buckets",
         "comm",
         "gradients",

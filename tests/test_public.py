@@ -57,6 +57,30 @@ def test_every_public_name_is_there_and_documented() -> None:
         _ = zs.nothing
 
 
+def test_a_name_that_takes_torch_says_what_to_install() -> None:
+    """Where there is no torch, `zs.check` is refused in words; all other names are there."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import zerosim as zs\n"
+        "print(len([getattr(zs, name) for name in zs.__all__ if name != 'check']))\n"
+        "zs.check(None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(len(zs.__all__) - 1)], done.stderr
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: check needs torch; pip install 'zerosim[torch]'."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("Zero3", "ZeRO3"), ("zero3", "ZeRO3"), ("HSPD", "HSDP"), ("batch", "batches")]
+)
+def test_a_name_that_is_nearly_one_is_led_to_it(wrong: str, meant: str) -> None:
+    """Whatever its case; what is like no name is told all names, and so is what is like one."""
+    with pytest.raises(AttributeError, match=rf"no attribute '{wrong}'; did you mean {meant}\?.* its names are"):
+        getattr(zs, wrong)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'; its names are DP, "):
+        _ = zs.nothing
+
+
 def test_every_row_is_public() -> None:
     """A row that the package has can be had under the name that it has there."""
     named = set(zs.__all__) - {"check"}  # which takes torch

@@ -83,6 +83,14 @@ def test_an_option_that_cannot_be_is_refused_by_name(stage: Stage, option: str, 
         stage(**arguments)
 
 
+def test_what_is_no_model_is_told_how_to_become_one() -> None:
+    """A module of torch's, say: the refusal names what makes it a model, which is there, and who takes it as it is."""
+    with pytest.raises(TypeError, match=r"^Scheme\(model\): .*; got \[5, 7\]\. Pass zs.MLP\(sizes\)") as caught:
+        ZeRO2([5, 7], RANKS)
+    assert "zerosim.torch_models.model.from_torch(module, batch, loss)" in str(caught.value)
+    assert "zs.compare and zs.dry take the module itself" in str(caught.value)
+
+
 @pytest.mark.parametrize("option", ["precison", "wires", "bucket_size", "seed"])
 def test_unknown_options_are_refused(option: str) -> None:
     """An option that does not exist is a TypeError that names it and those that there are, not ignored."""
@@ -202,7 +210,7 @@ BATCHES: dict[str, tuple[Callable[[Pairs], Any], type[Exception], list[str]]] = 
     "more rows in one rank": (
         lambda batch: [*batch[:2], tuple(map(longer, batch[2]))],
         ValueError,
-        [*SAME_ROWS, "x of rank 2 has 3 rows"],
+        [*SAME_ROWS, "x of rank 2 has 3 rows", "Pass as many, or uneven=True."],
     ),
     "more rows in one x": (put(1, 0, longer), ValueError, [*SAME_ROWS, "x of rank 1 has 3 rows"]),
     "more rows in one y": (put(0, 1, longer), ValueError, [*SAME_ROWS, "y of rank 0 has 3 rows"]),
@@ -253,6 +261,16 @@ def test_bad_batches_are_refused_before_anything_changes(case: str) -> None:
     assert everything(scheme) == before
     scheme.step(good())
     assert [twin.step(good()) for _ in range(2)] == [report.loss for report in scheme.reports]
+
+
+def test_uneven_is_offered_where_it_would_be_taken() -> None:
+    """To a rank that has more rows than others, and not to one whose own x and y have different numbers of them."""
+    ranks = put(1, 0, longer)(put(1, 1, longer)(good()))
+    for batch, offered in ((ranks, True), (put(1, 0, longer)(good()), False)):
+        with pytest.raises(ValueError, match=r"x of rank 1 has 3 rows") as caught:
+            ZeRO2(MLP(WIDTHS), RANKS).step(batch)
+        assert ("uneven=True" in str(caught.value)) is offered
+    assert ZeRO2(MLP(WIDTHS), RANKS, uneven=True).step(ranks) > 0
 
 
 @pytest.mark.parametrize("container", [list, tuple])

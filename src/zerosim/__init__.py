@@ -89,11 +89,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
-
-        return version("zerosim")
+        return import_module("importlib.metadata").version("zerosim")
     if name not in _HOME:
-        raise AttributeError(f"module 'zerosim' has no attribute {name!r}; its names are {', '.join(__all__)}")
+        near = import_module("zerosim.util.words").near(name, __all__)
+        meant = f"did you mean {near}? " if near else ""
+        raise AttributeError(f"module 'zerosim' has no attribute {name!r}; {meant}its names are {', '.join(__all__)}")
     value = getattr(import_module(f"zerosim.{_HOME[name]}"), name)
     globals()[name] = value
     return value

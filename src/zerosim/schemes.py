@@ -72,7 +72,7 @@ class Scheme:
         ring: Ring | None = None,
         collectives: type[Comm] | None = None,
     ) -> None:
-        arguments.instance_of("Scheme", "model", model, Model)
+        arguments.instance_of("Scheme", "model", model, Model, instead=arguments.A_MODEL)
         ranks = arguments.integer("Scheme", "ranks", ranks)
         self.stage, self.name, self.model = stage, stage.name, model
         self.options = options = options or Options()

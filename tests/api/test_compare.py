@@ -18,6 +18,7 @@ from zerosim.records.results import Check, Settings
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 SMALL = zs.MLP((5, 7, 3))
+THREE = (np.ones(1),) * 3
 MINE = zs.Stage("mine", optimizer=True, grads=True)
 
 
@@ -84,19 +85,15 @@ def test_a_precision_that_no_plain_training_has_is_compared_all_the_same() -> No
 
 
 @pytest.mark.usefixtures("as_users_call_it")
-def test_rows_and_folders_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
-    """One row alone, a row's name, and a number in place of a folder: the error begins with the call and the option."""
-    wrong: Any = "ZeRO-1"
-    for rows in (zs.DP, [wrong]):
-        with pytest.raises(TypeError, match=r"^compare\(rows\): a tuple of Stage is needed"):
-            zs.compare(SMALL, draw(2), ranks=2, rows=rows)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^dry\(row\): row must be of type Stage; got 'ZeRO-1'"):
+def test_rows_and_folders_that_are_none_are_refused_by_name() -> None:
+    """A number in place of a row or of a folder: the error begins with the call and the option."""
+    wrong: Any = 3
+    with pytest.raises(TypeError, match=r"^compare\(rows\): a row, as in zs.ZeRO3, or the name of one"):
+        zs.compare(SMALL, draw(2), ranks=2, rows=[wrong])
+    with pytest.raises(TypeError, match=r"^dry\(row\): a row, as in zs.ZeRO3, or the name of one"):
         zs.dry(SMALL, wrong, ranks=2)
-    zs.DP(SMALL, 2).save(tmp_path)
-    with pytest.raises(TypeError, match=r"^load\(row\): row must be of type Stage"):
-        zs.load(tmp_path, wrong)
     with pytest.raises(TypeError, match=r"^load\(folder\): folder must be of type"):
-        zs.load(3)  # type: ignore[arg-type]
+        zs.load(wrong)
 
 
 def test_a_run_on_uneven_batches_says_what_a_naive_mean_would_have_been() -> None:
@@ -208,6 +205,23 @@ def test_a_run_stepped_by_hand_has_a_page_and_a_file(tmp_path: Path) -> None:
     assert "there is one scheme" in str(found.table())
 
 
+def test_before_a_step_there_are_no_results() -> None:
+    """What was not trained has nothing to show, and says what to do."""
+    with pytest.raises(ValueError, match=r"^results: no step of this run is complete. Call step\(batch\) first"):
+        zs.ZeRO3(SMALL, ranks=3).results()
+
+
+@pytest.mark.parametrize(("name", "call", "kept"), [("x.pdf", "report", ".html"), ("x.html", "save", ".json")])
+def test_files_have_the_ending_of_what_is_in_them(name: str, call: str, kept: str, tmp_path: Path) -> None:
+    """A page is .html and a results file .json: another ending is refused, in words, and nothing is written."""
+    found = zs.compare(SMALL, draw(2, steps=1), ranks=2, rows=zs.DP)
+    write = getattr(found, call)
+    with pytest.raises(ValueError, match=rf"^Comparison.{call}\(path\): .* ends in {kept}; got '{name}'"):
+        write(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    write(str(tmp_path / f"x{kept.upper()}"))
+
+
 def test_one_batch_is_taken_for_what_it_is() -> None:
     """A single batch, forgotten to be put in a list, is one step; as a list of one it is the same."""
     [batch] = draw(3, steps=1)
@@ -223,7 +237,12 @@ def test_one_batch_is_taken_for_what_it_is() -> None:
         ({"batches": []}, ValueError, r"zs.batches\(ranks=3\); got list"),
         ({"batches": 5}, ValueError, "got int"),
         ({"batches": draw(2)}, ValueError, "3 in all; got one of 2. Pass ranks=2"),
+        ({"batches": [[THREE] * 3]}, ValueError, r"pair \(x, y\); got one of 3. Several inputs go .* \(\(a, b\), y\)"),
+        ({"batches": [*draw(3), [THREE] * 3]}, ValueError, "got one of 3. Several inputs"),
+        ({"batches": [[THREE] * 2] * 2, "ranks": 2}, ValueError, "got one of 3. Several inputs"),
+        ({"batches": [THREE] * 3}, ValueError, "got one of 3. Several inputs"),
         ({"rows": []}, ValueError, "one or more rows"),
+        ({"rows": ["zero5"]}, ValueError, r"compare\(rows\): no scheme is called 'zero5'"),
         ({"rows": [zs.DP, zs.DP]}, ValueError, "each of another name"),
         ({"loss": len}, ValueError, r"compare\(loss\): MLP has its own layers and loss"),
         ({"presicion": "bf16"}, TypeError, "no option 'presicion'"),
@@ -248,3 +267,8 @@ def test_batches_repeat() -> None:
     assert not np.array_equal(one, other)
     with pytest.raises(ValueError, match="one of noise, digits; got 'mnist'"):
         zs.batches(2, data="mnist")
+    for widths in ((3,), 3, (3, 4, 5)):
+        with pytest.raises(ValueError, match=r"batches\(widths\): two widths, of x and of y, as in \(64, 64\); got"):
+            zs.batches(2, widths=widths)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"batches\(widths\): widths must be an integer of 1 or more; got 0"):
+        zs.batches(2, widths=(0, 3))

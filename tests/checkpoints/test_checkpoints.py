@@ -290,6 +290,21 @@ def test_the_command_tells_cuts_and_puts_together(tmp_path: Path) -> None:
     assert "there is no checkpoint here" in refused.output
 
 
+def test_the_command_writes_over_nothing(tmp_path: Path) -> None:
+    """`convert` into another checkpoint, or into its own, is refused, and both stay; a run saves over its own."""
+    first, other = trained(ZeRO3, 2), trained(DP, 3)
+    for name, scheme in (("a", first), ("b", other)):
+        save(scheme, tmp_path / name)
+    save(other, tmp_path / "b")
+    for out in ("a", "b"):
+        before = {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()}
+        command = ["checkpoint", "convert", str(tmp_path / "a"), str(tmp_path / out), "--ranks", "4"]
+        refused = CliRunner().invoke(main, command)
+        assert refused.exit_code == 2
+        assert f"{tmp_path / out}: something is there already, and stays. Name a folder" in refused.output
+        assert {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()} == before
+
+
 @pytest.mark.parametrize("made", ["a file", "below a file"])
 def test_a_folder_that_cannot_be_made_is_named_in_words(made: str, tmp_path: Path) -> None:
     """Where a file is in the way, the error names the folder that was asked for and says why it cannot be made."""

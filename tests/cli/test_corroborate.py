@@ -86,7 +86,7 @@ RANKED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
         (["--ranks", "3"], RANKED, "according to WORLD_SIZE 2 ranks were started; got --ranks 3"),
         (["--frameworks"], RANKED, "leave torchrun out"),
         (["--bucket", "0"], {}, "'0' is none of layer, model, and no number of parameters"),
-        pytest.param(["--scheme", "HSDP"], {}, "Say how large they are, as in node=8", marks=torch_needed),
+        pytest.param(["--scheme", "HSDP"], {}, "Say how large they are, as in --node 8.", marks=torch_needed),
         pytest.param(["--node", "3"], {}, "4 ranks cannot be cut into groups of 3. Use 1, 2, 4", marks=torch_needed),
         pytest.param(["--accumulate", "3"], {}, "accumulate", marks=torch_needed),
         pytest.param(["--model", "absent:model"], {}, "'absent:model' must be MODULE:FUNCTION", marks=torch_needed),

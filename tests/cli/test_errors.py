@@ -13,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import zerosim as zs
 from zerosim.cli import errors
 from zerosim.cli.errors import INTERRUPTED, Commands, Refused, errors_for_people, printing, writable
 from zerosim.cli.main import SUMMARIES, main
@@ -47,6 +48,38 @@ def test_output_that_cannot_be_written_is_an_error_in_words() -> None:
     assert (done.exit_code, done.stderr) == (2, "Error: the output cannot be written: No space left on device\n")
     done = CliRunner().invoke(that_raises(OSError("gone")), ["fail"])
     assert (done.exit_code, done.stderr) == (2, "Error: the output cannot be written: gone\n")
+
+
+def test_keywords_are_said_as_they_are_typed() -> None:
+    """What the command has an option for is named by it; anything else, and quotations, stay as they are."""
+
+    @click.command()
+    @click.option("--node-size", "-n", type=int)
+    @click.option("--wire", default="fp32")
+    @click.option("--uneven", is_flag=True)
+    def said(**_: Any) -> None:
+        with errors_for_people():
+            raise ValueError(
+                "as in node_size=8. Use wire='fp32', uneven=True or clip=1.0, not wire=; --wire=x, uneven=1"
+            )
+
+    done = CliRunner().invoke(said, [])
+    assert done.exit_code == 2
+    assert done.output == (
+        "Error: as in --node-size 8. Use --wire fp32, --uneven or clip=1.0, not wire=; --wire=x, uneven=1\n"
+    )
+    with pytest.raises(Refused, match=r"^as in node=8$"), errors_for_people():
+        raise ValueError("as in node=8")
+
+
+@pytest.mark.parametrize("scheme", [["--scheme", "hsdp"], ["--scheme", "HSDP, kept"]])
+def test_a_row_with_groups_is_told_the_option(scheme: list[str], tmp_path: Path) -> None:
+    """`lab` and `checkpoint convert` both say how large groups are with an option, and name it."""
+    zs.DP(zs.MLP((3, 2)), ranks=2).save(tmp_path / "a")
+    for command in (["lab"], ["checkpoint", "convert", str(tmp_path / "a"), str(tmp_path / "b")]):
+        done = CliRunner().invoke(main, [*command, *scheme])
+        assert done.exit_code == 2
+        assert "Say how large they are, as in --node 8." in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, MemoryError, ModuleNotFoundError, OSError])

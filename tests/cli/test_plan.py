@@ -228,7 +228,7 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "4", "--card", "nope"], "A100-80GB"),
         (["64,128", "--gpus", "4", "--convention", "fsdp2", "--stage", "1"], "or --convention zero, which has it"),
         (["64,128", "--gpus", "4", "--convention", "zero", "--precision", "fsdp", "--stage", "1"], "Use ZeRO-3"),
-        (["64,128", "--gpus", "4", "--scheme", "ddp", "--wire", "bf16"], "Use wire='fp32'"),
+        (["64,128", "--gpus", "4", "--scheme", "ddp", "--wire", "bf16"], "Use --wire fp32"),
         (["64,128", "--gpus", "4", "--bucket", "5"], "'5' has no unit"),
         (["64,128", "--gpus", "4", "--largest-model", "mlp"], "--memory 80GB"),
         (["64,128", "--gpus", "4", "--out", "x.pdf"], ".html (a page with sliders), .png (a chart)"),

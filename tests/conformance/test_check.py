@@ -89,6 +89,23 @@ def test_the_optimizers_of_the_package_are_torchs(optimizer: Any, mine: Callable
     assert watched.findings == []
 
 
+def test_who_decays_everything_passes_torchs_optimizer() -> None:
+    """AdamW that decays biases too is wrong beside the package's, which says what to pass; with that it is right."""
+    net = linear()
+    nn.init.ones_(net.bias)
+    watched = alone(net, AdamW(lr=1e-2, weight_decay=0.1))
+    steps_of(watched, net, torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1), 1)
+    (finding,) = watched.findings
+    assert "Weight decay is applied to what must not decay" in finding.text
+    assert "pass check a torch optimizer that does so, made before sharding" in finding.text
+    assert repr(watched) == "Check(data parallel on 1 rank, rank 0: 1 step, 1 finding)"
+    told = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)  # another one than trains
+    watched = alone(net, told)
+    steps_of(watched, net, torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1), 3)
+    assert watched.findings == []
+    assert repr(watched) == "Check(data parallel on 1 rank, rank 0: 3 steps, 0 findings)"
+
+
 class Warming(torch.optim.Adam):  # type: ignore[misc, name-defined]
     """Adam whose rate rises with every step, as a scheduler would have it."""
 
@@ -175,7 +192,7 @@ def test_what_is_handed_over_is_compared() -> None:
         ({"accumulate": 0}, "integer of 1 or more"),
         ({"optimizer": 3}, "an Adam, AdamW or SGD of this package"),
         ({"optimizer": torch.optim.RMSprop}, "an Adam, AdamW or SGD of this package"),
-        ({"scheme": "ZeRO-1"}, "scheme must be of type Stage"),
+        ({"scheme": "ZeRO-4"}, "check(scheme): no scheme is called 'ZeRO-4'. There are"),
         ({"scheme": HSDP}, "Say how large they are, as in node=8"),
         ({"loss_scale": "dynamic"}, "loss_scale must be of type"),
     ],

@@ -106,8 +106,13 @@ def test_options_that_the_plans_page_names_are_options() -> None:
 def test_links_lead_to_files_of_the_checkout(page: str) -> None:
     """Pages can be read where they lie, too."""
     for link in re.findall(r"\]\((?!https:)([^)#]+)", text(page)):
-        made = link in ("api.md",)  # on the site alone
-        assert made or (DOCS / link).is_file(), link
+        assert (DOCS / link).is_file(), link
+
+
+def test_what_is_installed_is_the_checkout() -> None:
+    """No page asks for a package by a name that nobody has published it under."""
+    pages = {path.name: path.read_text(encoding="utf-8") for path in [*DOCS.glob("*.md"), ROOT / "README.md"]}
+    assert [name for name, page in pages.items() if re.search(r"pip install '?zerosim", page)] == []
 
 
 def test_every_page_that_the_site_lists_is_there() -> None:

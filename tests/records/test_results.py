@@ -136,6 +136,10 @@ def test_a_check_that_has_compared_nothing_says_why(found: results.Results) -> N
     assert why(predicted, schemes=unpredicted) == (
         "nothing was predicted: the lab and zs.compare do, for an MLP under the lab's options"
     )
+    module = msgspec.structs.replace(found.settings, model="TorchModel", widths=[])
+    assert why(predicted, schemes=unpredicted, settings=module) == (
+        "nothing was predicted: there are closed forms for zs.MLP alone"
+    )
     assert why(predicted, schemes=none) == ""
     assert why(predicted, schemes=none, sweep=[]) == "no step was completed; that none would be is as predicted"
 

@@ -202,6 +202,18 @@ def test_traffic_draws_the_sweep(wire: str, itemsize: int, whole: Results) -> No
     assert f"P × {itemsize} bytes" in axes.get_ylabel()
 
 
+def test_traffic_of_several_micro_batches_has_room() -> None:
+    """Rows that reduce each of four micro-batches send up to 9 P: all of it is in view, and no curve is said of it."""
+    found = plain_lab(replace(SETTINGS, steps=1, batch=4, accumulate=4))
+    figure = plots.traffic(found)
+    [axes] = figure.axes
+    unit = 4 * found.n_params
+    assert max(row.sent for row in found.sweep) > 6 * unit
+    assert axes.get_ylim()[1] > max(row.sent for row in found.sweep) / unit
+    assert axes.get_window_extent().width > figure.bbox.width / 2
+    assert "predicted, padding" not in words(figure)
+
+
 def test_loss_draws_every_step(whole: Results, drawn: dict[str, Figure]) -> None:
     """The upper panel is the losses, the lower one the largest differences of the master weights."""
     above, below = drawn["loss"].axes

@@ -322,6 +322,12 @@ def test_other_batches_are_refused() -> None:
         ([(x, target), x], ValueError, r"rank 1 needs a pair"),
         ([(x, target), (3, target)], TypeError, "x of rank 1 must be a NumPy array or a torch tensor; got int"),
         ([(x, target), (x, target[:2])], ValueError, r"target of rank 1 needs as many rows"),
+        (
+            [(x, target), (x[:2], target[:2])],
+            ValueError,
+            r"x of rank 1 .*\. Pass as many, or uneven=True",
+        ),
+        ([(x, target), (x, target[:2])], ValueError, r"got shape \[2, \d+\]\.$"),
         ([(x, target), (x.astype(np.int32), target)], ValueError, "must be like that of rank 0"),
         ([(x.astype(np.float64), target)] * 2, TypeError, "booleans or float32; got float64"),
         ([(x.astype(np.float32), target)] * 2, ValueError, "x must be integers"),

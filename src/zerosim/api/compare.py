@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerosim.api import recording
 from zerosim.api.models import Batch, batches_for, model_for, rows_of
@@ -25,9 +25,7 @@ from zerosim.records.results import Failure, OutOfMemoryRecord, Results, SchemeR
 from zerosim.schemes import Scheme
 from zerosim.stages import SCHEMES, Stage
 from zerosim.util import arguments
-
-if TYPE_CHECKING:
-    pass
+from zerosim.util.rows import Said, several
 
 
 class Comparison:
@@ -48,10 +46,12 @@ class Comparison:
 
     @classmethod
     def of(cls, run: Scheme) -> Comparison:
-        """One run that was stepped by hand."""
+        """One run that was stepped by hand. ValueError before its first step is complete."""
         done = [report for report in run.reports if report.complete]
+        if not done:
+            raise ValueError("results: no step of this run is complete. Call step(batch) first.")
         settings = recording.settings_of(run.model, run.ring.size, run.options, steps=len(done))
-        record = recording.scheme_record(run.stage, done, done[-1] if done else None, uneven=run.options.uneven)
+        record = recording.scheme_record(run.stage, done, done[-1], uneven=run.options.uneven)
         return cls(recording.results(settings, run.model.n_params, [record]))
 
     @property
@@ -76,16 +76,26 @@ class Comparison:
         return timeline(self.results)
 
     def report(self, path: str | Path) -> Path:
-        """Write a page that opens offline: verdicts, tables, charts and a player of the last step. OSError if not."""
+        """Write a page (.html) that opens offline: verdicts, tables, charts and a player of the last step.
+
+        ValueError for another kind of file, OSError if it cannot be written.
+        """
+        path = Path(path)
+        arguments.ending("Comparison.report", "path", path, "a page", ".html")
         from zerosim.report.page import save_page
 
-        save_page(self.results, Path(path))
-        return Path(path)
+        save_page(self.results, path)
+        return path
 
     def save(self, path: str | Path) -> Path:
-        """Write the results file, of which ``zerosim report`` makes the page again. OSError if it cannot be."""
-        records.save(self.results, Path(path))
-        return Path(path)
+        """Write the results file (.json), of which ``zerosim report`` makes the page again.
+
+        ValueError for another kind of file, OSError if it cannot be written.
+        """
+        path = Path(path)
+        arguments.ending("Comparison.save", "path", path, "a results file", ".json")
+        records.save(self.results, path)
+        return path
 
     def __repr__(self) -> str:
         settings, count = self.results.settings, len(self.results.schemes)
@@ -129,7 +139,7 @@ def compare(
     batches: Iterable[Any],
     *,
     ranks: int = 8,
-    rows: Sequence[Stage] = SCHEMES,
+    rows: Iterable[Said] | Said = SCHEMES,
     wrap: Any = None,
     loss: Any = None,
     options: Options | None = None,
@@ -141,6 +151,7 @@ def compare(
       parts) and ``loss`` (of output and target; by default cross entropy) may be said.
     * ``batches``: for each step one (x, y) per rank, arrays or tensors, or for a module several in a tuple or by
       name; see ``batches``.
+    * ``rows``: rows, or their names as the command line takes them, as in ``["dp", "zero-3"]``; one alone will do.
     * Options come as keywords, as one record, or as both. With ``accumulate`` all rows reduce after each
       micro-batch unless ``sync`` says otherwise: rows that reduce at other times sum in another order.
 
@@ -151,9 +162,11 @@ def compare(
     >>> zs.compare(zs.MLP(), zs.batches(ranks=8, steps=3), ranks=8)
     Comparison(4 schemes on 8 ranks, 3 steps; same training: holds; as predicted: holds)
     """
-    ranks, rows = arguments.integer("compare", "ranks", ranks), arguments.all_of("compare", "rows", rows, Stage)
-    if not rows or len({row.name for row in rows}) < len(rows):
-        raise ValueError(f"compare(rows): one or more rows, each of another name; got {[row.name for row in rows]}.")
+    ranks = arguments.integer("compare", "ranks", ranks)
+    chosen_rows = several("compare", "rows", rows)
+    if not chosen_rows or len({row.name for row in chosen_rows}) < len(chosen_rows):
+        names = [row.name for row in chosen_rows]
+        raise ValueError(f"compare(rows): one or more rows, each of another name; got {names}.")
     given = batches_for("compare", batches, ranks)
     built = model_for("compare", model, given[0][0][0], wrap=wrap, loss=loss)
     asked = chosen(options, keywords)
@@ -162,9 +175,9 @@ def compare(
     settings = recording.settings_of(built, ranks, asked, steps=len(given), rows=rows_of(given))
     runs: Sequence[Training]
     if type(built) is MLP and settings.batch and not settings.others and asked.recipe.everywhere:
-        runs = predicted(settings, rows, built, ranks)
+        runs = predicted(settings, chosen_rows, built, ranks)
     else:
-        runs = [_Plain(row, built, ranks, asked) for row in rows]
+        runs = [_Plain(row, built, ranks, asked) for row in chosen_rows]
     differences, between, failures = together(runs, given, ranks)
     params = built.n_params
     return Comparison(

@@ -11,15 +11,14 @@ from zerosim.api.models import is_module
 from zerosim.counts import Report
 from zerosim.model import MLP
 from zerosim.options import Options, chosen, with_options
-from zerosim.stages import Stage
-from zerosim.util.arguments import instance_of
+from zerosim.util.rows import Said, one
 from zerosim.worlds.dry import DryRing, Shapes
 
 
 @with_options
 def dry(
     model: Any,
-    row: Stage,
+    row: Said,
     *,
     ranks: int,
     rows: int = 8,
@@ -33,6 +32,7 @@ def dry(
 
     * ``model``: an ``MLP``, which is given ``rows`` rows per rank; or a ``torch.nn.Module``, on any device, with
       one rank's ``batch`` (x, y) as an example, and ``wrap`` and ``loss`` as in ``compare``.
+    * ``row``: a row, or its name, as in ``"zero-3"``.
     * Options come as keywords, as one record, or as both.
 
     OutOfMemory, as in a real step, if ``capacity`` would be passed; ValueError or TypeError for what cannot be run.
@@ -42,8 +42,7 @@ def dry(
     >>> sum(report.resident.values()), report.peak.unit
     (2097472, 'layer 2')
     """
-    instance_of("dry", "row", row, Stage)
-    asked = chosen(options, keywords)
+    stage, asked = one("dry", "row", row), chosen(options, keywords)
     if asked.uneven:
         raise ValueError("dry(uneven): on shapes one rank stands for all, so all have its rows. Leave uneven out.")
     if isinstance(model, MLP):
@@ -53,7 +52,7 @@ def dry(
         shapes, given = _measured(model, batch, wrap, loss, asked)
     else:
         raise TypeError(f"dry(model): a model is an MLP or a torch.nn.Module; got {type(model).__name__}.")
-    scheme = row(shapes, ranks, asked, ring=DryRing(ranks))
+    scheme = stage(shapes, ranks, asked, ring=DryRing(ranks))
     scheme.step(given)
     return scheme.reports[-1]
 

@@ -53,6 +53,12 @@ def batches_for(call: str, batches: Iterable[Any], ranks: int) -> list[Batch]:
         given = list(batches)
     except TypeError:
         given = []
+    for batch in (given, *given):
+        if isinstance(batch, list) and batch and all(map(_is_longer, batch)):
+            raise ValueError(
+                f"{call}(batches): a rank's entry is one pair (x, y); got one of {len(batch[0])}. Several inputs go in "
+                f"a tuple, as in ((a, b), y), or by name, as in ({{'a': a, 'b': b}}, y)."
+            )
     several = all(isinstance(batch, Sequence) and all(map(_is_pair, batch)) for batch in given)
     if given and not several and all(map(_is_pair, given)):
         given, several = [given], True
@@ -79,6 +85,11 @@ def rows_of(batches: Sequence[Batch]) -> int:
 def _is_pair(value: Any) -> bool:
     """Whether it is an (x, y), each an array, or several in a tuple or by name."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_data, value))
+
+
+def _is_longer(value: Any) -> bool:
+    """Whether it is what a pair would be whose inputs were not put in a tuple: (a, b, y)."""
+    return isinstance(value, tuple) and len(value) > 2 and _is_data(value)
 
 
 def _is_data(value: Any) -> bool:
@@ -113,4 +124,8 @@ def batches(
     one_of("batches", "data", data, DATA)
     for name, value in (("ranks", ranks), ("steps", steps), ("rows", rows)):
         integer("batches", name, value)
+    if not isinstance(widths, tuple | list) or len(widths) != 2:
+        raise ValueError(f"batches(widths): two widths, of x and of y, as in (64, 64); got {widths!r}.")
+    for width in widths:
+        integer("batches", "widths", width)
     return list(batches(data, ranks, steps, rows, widths, seed))

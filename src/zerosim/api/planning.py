@@ -6,7 +6,7 @@ Owns ``plan``. Where the planner speaks of what is typed on a command line, ``--
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from zerosim.api.plan_arguments import (
@@ -24,8 +24,8 @@ from zerosim.planner import conventions, job_config, question
 from zerosim.planner import plan as planner
 from zerosim.planner.recipes import RECIPES
 from zerosim.records.question import Finetuning, FrozenDType, Network, Question
-from zerosim.stages import Stage
 from zerosim.util import arguments
+from zerosim.util.rows import Said, several
 
 
 def plan(
@@ -42,7 +42,7 @@ def plan(
     micro_batch: int = 1,
     checkpoint: Literal["none", "full", "selective"] = "none",
     accumulate: int = 1,
-    rows: Sequence[Stage] | None = None,
+    rows: Iterable[Said] | Said | None = None,
     convention: Literal["fsdp2", "deepspeed", "megatron", "zero"] = "fsdp2",
     precision: str | None = None,
     wire: str | None = None,
@@ -89,7 +89,7 @@ def plan(
       ``placement``: ranks go node by node, or one to each node in turn (``"round robin"``).
     * ``seq``: tokens in a row; ``micro_batch``: rows per rank at a time, ``accumulate`` of them a step, or as many
       as make up a ``global_batch`` of rows on all ranks.
-    * ``checkpoint``: activation checkpointing; ``rows``: the schemes, by default all that the ``convention`` has.
+    * ``checkpoint``: activation checkpointing; ``rows``: the schemes, or their names, by default the ``convention``'s.
     * ``precision``, ``wire``, ``wire_params``, ``sync``, ``bucket``, ``prefetch``: by default the convention's.
     * ``peak`` (TFLOP/s), ``bandwidth`` and ``node_bandwidth`` (bytes/s, or ``"450GB/s"``), ``latency`` and
       ``node_latency`` (µs a hop), ``node_size``: for the time, by default the card's. ``efficiency``: the part of the
@@ -120,6 +120,7 @@ def plan(
     (True, 'ZeRO-3')
     """
     with in_callers_words():
+        named = None if rows is None else several("plan", "rows", rows)
         rules = conventions.convention(convention)
         asked = question.gpus(typed_gpus(gpus))
         preset = card_named(card)
@@ -131,7 +132,7 @@ def plan(
                 model=name_of(model),
                 asked=asked,
                 gpus=question.around(asked[0]) if sweep and len(asked) == 1 else asked,
-                rows=question.offloaded(rules.rows(precision) if rows is None else rows, offload),
+                rows=question.offloaded(rules.rows(precision) if named is None else named, offload),
                 host_memory=nbytes_of(host_memory, None, "host_memory")[0],
                 placement=placement,
                 convention=convention,

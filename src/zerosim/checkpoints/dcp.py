@@ -23,7 +23,7 @@ import torch.distributed.checkpoint
 
 from zerosim.bands import FP32, Array, Band
 from zerosim.buckets import Bucket
-from zerosim.checkpoints.files import CheckpointError
+from zerosim.checkpoints.files import CheckpointError, vacant
 from zerosim.checkpoints.load import cut
 from zerosim.checkpoints.save import tensor_names
 from zerosim.layers import Role
@@ -43,8 +43,7 @@ def write(scheme: Scheme, folder: str | Path) -> None:
     something is in ``folder`` already; OSError if the disk is full.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: something is there already, and stays. Name a folder that is not there yet.")
+    vacant(folder)
     model, state, groups = {}, {}, dict[tuple[float, float], list[str]]()
     optimizer = scheme.options.optimizer
     for bucket, names in zip(scheme.buckets, tensor_names(scheme), strict=True):

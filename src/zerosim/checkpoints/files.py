@@ -119,6 +119,12 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def vacant(folder: Path) -> None:
+    """Refuse a folder in which something is: what is written once, and not again as a run goes on, replaces nothing."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: something is there already, and stays. Name a folder that is not there yet.")
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """While a checkpoint is written: nobody else may write there. On an error what was written so far is removed."""

@@ -22,17 +22,17 @@ from zerosim.model import MLP
 from zerosim.optimizer import SGD, Adam, AdamW, ParamGroup, Schedule
 from zerosim.options import LossScale, Options, chosen, with_options
 from zerosim.schemes import Scheme
-from zerosim.stages import Stage
 from zerosim.util import arguments
+from zerosim.util.rows import Said, one
 
 OPTIMIZERS = {kind.__name__: kind for kind in (Adam, AdamW, SGD)}
 
 
 @with_options
 def load(
-    folder: str | Path, row: Stage | None = None, ranks: int | None = None, *, model: Any = None, **keywords: Any
+    folder: str | Path, row: Said | None = None, ranks: int | None = None, *, model: Any = None, **keywords: Any
 ) -> Scheme:
-    """The run that ``save`` wrote to ``folder``, under ``row`` and on ``ranks`` ranks, or as it was.
+    """The run that ``save`` wrote to ``folder``, under ``row`` (or its name) and on ``ranks`` ranks, or as it was.
 
     Its states are the same bits, padding cut anew; where the number of ranks and the order of summation are
     the same, so is the training that follows. ``model`` is needed for any but an ``MLP``; options are the
@@ -52,14 +52,13 @@ def load(
     arguments.instance_of("load", "folder", folder, str | Path)
     folder = Path(folder)
     index = files.read_index(folder)
-    row, ranks = row or index.row, index.ranks if ranks is None else ranks
-    arguments.instance_of("load", "row", row, Stage)
+    stage, ranks = index.row if row is None else one("load", "row", row), index.ranks if ranks is None else ranks
     ranks = arguments.integer("load", "ranks", ranks)
     if "node" not in keywords and index.node is not None and ranks % index.node == 0:
         keywords["node"] = index.node
     saved = options_of(index.options)
     options = chosen(saved, keywords)
-    scheme: Scheme = row(model if model is not None else _model(index, folder), ranks, options)
+    scheme: Scheme = stage(model if model is not None else _model(index, folder), ranks, options)
     _check(scheme, index, folder)
     states = assembled(folder, index)
     for band in dict.fromkeys(band for bucket in scheme.buckets for band in bucket.states):

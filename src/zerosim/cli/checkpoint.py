@@ -63,11 +63,12 @@ def convert(
 ) -> None:  # fmt: skip
     """Write a checkpoint anew, for another row or other ranks.
 
-    OUT has the same bits, cut otherwise. It may be read from, or written to, the format of
+    OUT, where nothing may be yet, has the same bits, cut otherwise. It may be read from, or written to, the format of
     torch.distributed.checkpoint (DCP), which FSDP2's users save.
     """
     if (origin == "dcp") != (like is not None):
         raise click.UsageError("--from dcp and --like go together: a DCP folder says nothing of rows and options.")
+    from zerosim.checkpoints import files
     from zerosim.checkpoints.load import load, outlined
     from zerosim.checkpoints.save import save
     from zerosim.util import arguments
@@ -76,6 +77,7 @@ def convert(
         if "dcp" in (to, origin):
             arguments.installed("checkpoint convert", "torch", extra="torch")
             from zerosim.checkpoints import dcp
+        files.vacant(out)
         run = load(like or folder, row, ranks, model=outlined(like or folder), **({"node": node} if node else {}))
         if origin == "dcp":
             dcp.read(folder, run)

@@ -9,6 +9,7 @@ import codecs
 import errno
 import io
 import os
+import re
 import shutil
 import signal
 import sys
@@ -65,11 +66,29 @@ class Refused(click.ClickException):
 
 @contextmanager
 def errors_for_people() -> Iterator[None]:
-    """Errors that speak to the caller become ``Refused``."""
+    """Errors that speak to the caller become ``Refused``, in the words that are typed here."""
     try:
         yield
     except (ValueError, TypeError, MemoryError, ModuleNotFoundError, OSError) as error:
-        raise Refused(str(error)) from error
+        raise Refused(_as_typed(str(error))) from error
+
+
+def _as_typed(said: str) -> str:
+    """What is said in Python's words, ``node=8``, in those of the running command, ``--node 8``, where it has them."""
+    context = click.get_current_context(silent=True)
+    params = context.command.params if context is not None else []
+    options = {param.name: param for param in params if isinstance(param, click.Option)}
+
+    def typed(match: re.Match[str]) -> str:
+        if (option := options.get(match["keyword"])) is None or (option.is_flag and match["value"] != "True"):
+            return match[0]
+        name = max(option.opts, key=len)
+        return name if option.is_flag else f"{name} {match['value']}"
+
+    return _KEYWORD.sub(typed, said)
+
+
+_KEYWORD = re.compile(r"(?<![\w.-])(?P<keyword>[a-z]\w*)=(?P<quote>['\"]?)(?P<value>\w+(?:[.+-]+\w+)*)(?P=quote)")
 
 
 def writable(folder: Path, call: str, *names: str) -> None:

@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 import click
 
-from zerosim import stages
 from zerosim.bands import PARAM_WIRES, WIRES
 from zerosim.cli.errors import Folder
 from zerosim.options import Gather, LossScale, Padding, Sync
-from zerosim.stages import OFFLOADABLE, Stage
+from zerosim.stages import Stage
 from zerosim.util import sizes
+from zerosim.util.rows import named
 
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
@@ -55,49 +55,9 @@ class Row(click.ParamType[Stage]):
         if isinstance(value, Stage):
             return value
         try:
-            return row(value)
+            return named(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-
-
-def rows() -> dict[str, Stage]:
-    """The built-in rows by the names that Python has for them."""
-    return {name: value for name, value in vars(stages).items() if isinstance(value, Stage)}
-
-
-def row(text: str) -> Stage:
-    """The row that is named or described. ValueError, with what there is, for one that makes no sense.
-
-    >>> row("zero-1").name, row("dp").name, str(row("mine=optimizer,grads:group").grads)
-    ('ZeRO-1', 'data parallel', 'group')
-    """
-    name, described, states = (part.strip() for part in text.partition("="))
-    if described:
-        return _own(name, states)
-    known = {_plain(each): stage for python, stage in rows().items() for each in (python, stage.name)}
-    if _plain(name) not in known:
-        raise ValueError(
-            f"no scheme is called {text!r}. There are {', '.join(stage.name for stage in rows().values())}; "
-            f"one of your own is a name and what it shards, as in mine=optimizer,grads."
-        )
-    return known[_plain(name)]
-
-
-def _plain(name: str) -> str:
-    return "".join(character for character in name.casefold() if character.isalnum())
-
-
-def _own(name: str, states: str) -> Stage:
-    """A row of the caller's own, each state as in ``optimizer``, sharded over all, or ``grads:group``."""
-    chosen: dict[str, Any] = {}
-    if not name:
-        raise ValueError("a scheme of your own needs a name before the =, as in mine=optimizer,grads.")
-    for each in filter(None, (part.strip() for part in states.split(","))):
-        state, _, over = each.partition(":")
-        if state not in OFFLOADABLE:
-            raise ValueError(f"{name} shards any of {', '.join(OFFLOADABLE)}; got {state!r}.")
-        chosen[state] = over or "all"
-    return Stage(name, **chosen)
 
 
 class Bucket(click.ParamType[str | int]):

@@ -4,7 +4,11 @@ Conformance, as one tests an implementation against a specification; ``checks`` 
 passes.
 """
 
-from zerosim.conformance.check import Check, check
-from zerosim.conformance.launch import Ran, run_ranks
+from zerosim.util.arguments import installed
+
+installed("check", "torch", extra="torch")  # before anything here imports it
+
+from zerosim.conformance.check import Check, check  # noqa: E402
+from zerosim.conformance.launch import Ran, run_ranks  # noqa: E402
 
 __all__ = ["Check", "Ran", "check", "run_ranks"]

@@ -35,6 +35,7 @@ from zerosim.stages import Stage
 from zerosim.torch_models import trees
 from zerosim.torch_models.units import numpy_dtype
 from zerosim.util.arguments import instance_of, integer, one_of
+from zerosim.util.rows import Said, one
 
 dist: Any = torch.distributed
 Tensor = Any
@@ -43,13 +44,13 @@ _PRECISION = {torch.float32: "fp32", torch.float16: "mixed", torch.bfloat16: "bf
 
 
 def check(
-    net: torch.nn.Module, *, scheme: Stage, loss: Callable[[Any, Any], Any], optimizer: Any, units: Any = None,
+    net: torch.nn.Module, *, scheme: Said, loss: Callable[[Any, Any], Any], optimizer: Any, units: Any = None,
     precision: str | None = None, accumulate: int = 1, clip: float | None = None,
     loss_scale: float | LossScale | None = None, node: int | None = None,
     average: str = "rows", all_reduce: bool = False, exact: bool = False,
     forward: Callable[[Any, Any], Any] | None = None, memory: bool = True, timeout: float = 60.0,
 ) -> Check:  # fmt: skip
-    """Watch a training of ``net`` on this rank, and hold it to ``scheme``, the row that it says it follows.
+    """Watch a training of ``net`` on this rank, and hold it to ``scheme``, the row that it follows, or its name.
 
     Call it on every rank after ``init_process_group`` and before anything wraps or shards ``net``; then
     train as you would, each step in ``with check.step(x, y)``; at the end ``check.report()``.
@@ -85,7 +86,7 @@ def check(
     ValueError or TypeError for what cannot be checked.
     """
     instance_of("check", "net", net, torch.nn.Module)
-    instance_of("check", "scheme", scheme, Stage)
+    row = one("check", "scheme", scheme)
     one_of("check", "average", average, ("rows", "ranks"))
     dtypes = {param.dtype for param in net.parameters()}
     if len(dtypes) != 1 or not dtypes <= set(_PRECISION):
@@ -98,14 +99,14 @@ def check(
     if isinstance(loss_scale, int | float):
         loss_scale = LossScale(float(loss_scale), dynamic=False)
     instance_of("check", "loss_scale", loss_scale, LossScale | None)
-    scheme.on(dist.get_world_size() if dist.is_initialized() else 1, node)
+    row.on(dist.get_world_size() if dist.is_initialized() else 1, node)
     recipe = Recipe(
         precision=precision, accumulate=integer("check", "accumulate", accumulate), clip=clip,
         loss_scale=loss_scale, average=average, all_reduce=all_reduce, exact=exact, node=node,
         schedule=getattr(optimizer, "schedule", None),
     )  # fmt: skip
     return Check(
-        net, scheme, loss, rule_of(optimizer), units or owns_parameters, recipe, forward, memory=memory, timeout=timeout
+        net, row, loss, rule_of(optimizer), units or owns_parameters, recipe, forward, memory=memory, timeout=timeout
     )
 
 
@@ -135,6 +136,11 @@ class Check:
         if self.rank == 0:
             dtype = numpy_dtype(next(net.parameters()).dtype)
             self._judge = Judge(self.layout, row, self.ranks, recipe, dtype, local, self._expect, self._search)
+
+    def __repr__(self) -> str:
+        counts = {"step": self._steps, "finding": len(self.findings)}
+        done = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
+        return f"Check({self.row.name} on {self.ranks} rank{'s' * (self.ranks != 1)}, rank {self.rank}: {done})"
 
     # -- what a user calls
 

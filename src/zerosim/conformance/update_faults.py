@@ -124,6 +124,7 @@ def _decay(e: Evidence, rules: Collection[Rule]) -> Iterator[OfUpdate]:
             yield OfUpdate(Cause.OPTIMIZER, f"Weight decay is {how} is.", _under(e, Variant(decay=which)))
     yield OfUpdate(Cause.OPTIMIZER, "Weight decay is applied twice.", _under(e, Variant(decay="twice")))
     if any(not rule.weight_decay for rule in rules):
-        text = "Weight decay is applied to what must not decay, as biases and norms mostly are."
+        text = "Weight decay is applied to what must not decay, as biases and norms mostly are. If all is to decay, "
+        text += "pass check a torch optimizer that does so, made before sharding: zs.AdamW leaves them out."
         most = max(rule.weight_decay for rule in rules)
         yield OfUpdate(Cause.OPTIMIZER, text, _under(e, Variant(decay="all", amount=most)))

@@ -61,6 +61,8 @@ class Volume:
         said = f"asked: {text}: {listed or 'nothing'}, in {calls} calls (the schedule's: {usual}){beside}"
         if total < sum(self.expected.logical.values()):
             said += "; less, which is right where it keeps what was gathered, or reduces once"
+        elif total > should:
+            said += "; more, which is right where each parameter is padded by itself"
         self.held = [said, *self.held_lines(seen)]
         return None
 
@@ -93,13 +95,13 @@ class Volume:
         fullest = max(found, key=lambda held: sum(held.rest.values()))
         rest, should = sum(fullest.rest.values()), sum(self.expected.resident.values())
         bands = ", ".join(f"{band} {nbytes:,}" for band, nbytes in fullest.rest.items() if nbytes)
-        each = (rest - should) / self.layout.size
+        each = round((rest - should) / self.layout.size, 2)
         text = f"held: {rest:,} B at rest on the fullest rank ({bands}); {self.name} holds {should:,}, {self._each} B "
         text += "of each parameter"
-        if rest > should:
+        if each > 0:
             text += f"; {each:.2f} B per parameter more that are your own"
             text += f" (outside of the states: {'; '.join(fullest.largest)})" if fullest.rest.get("elsewhere") else ""
-        elif rest < should:
+        elif each < 0:
             text += f"; {-each:.2f} B per parameter less"
         lines = [text]
         peak = max(held.peak for held in found)

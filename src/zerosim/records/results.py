@@ -274,6 +274,8 @@ class Results(Record):
             alone = "there is one scheme" if len(self.schemes) == 1 else "no two schemes completed a step"
             return "" if self.differences else alone
         if all(record.prediction is None for record in self.schemes):
+            if self.settings.model:
+                return "nothing was predicted: there are closed forms for zs.MLP alone"
             return "nothing was predicted: the lab and zs.compare do, for an MLP under the lab's options"
         completed = any(record.steps for record in self.schemes) or any(row.fits for row in self.sweep)
         return "" if completed else "no step was completed; that none would be is as predicted"

@@ -15,7 +15,7 @@ from zerosim.bands import WIRES
 from zerosim.records.failures import folded
 from zerosim.records.results import Check, OutOfMemoryRecord, Results
 from zerosim.report.lab_details import details
-from zerosim.report.tables import number_table, screen, verdict
+from zerosim.report.tables import counted, number_table, screen, verdict
 
 WIDTH = 80  # where there is no terminal to ask
 SHOWN, SHOWN_VERBOSE = 5, 20  # kinds of failure of a check
@@ -31,8 +31,9 @@ def show(
     console = screen(console, width=WIDTH)
     settings = results.settings
     console.print(
-        f"\n[bold]{results.n_params:,} parameters on {settings.ranks} virtual GPUs[/], {settings.steps} steps of "
-        f"{settings.batch} rows per rank; data {settings.data}, precision {settings.precision}, wire {settings.wire}"
+        f"\n[bold]{results.n_params:,} parameters on {settings.ranks} virtual GPUs[/], "
+        f"{counted(settings.steps, 'step')} of {settings.batch} rows per rank; "
+        f"data {settings.data}, precision {settings.precision}, wire {settings.wire}"
         + (f", parameters sent in {settings.wire_params}" if settings.wire_params else "")
         + (f"; nodes of {settings.node}" if settings.node else "")
         + (f"; {said}" if (said := settings.said()) else "")
@@ -99,11 +100,13 @@ def summary(results: Results, *, whole: bool = False) -> Table:
             f"× {base.name if base else ''}": f"{resident / states:.4f}" if states else "–",
         }
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))[: None if whole else 5]
-    table = number_table(
-        "", "scheme", *map(escape, columns),
-        caption="B per parameter at rest and at the peak, without activations. Sent by one rank in a step: P is all "
-        "parameters once, as they travel.",
-    )  # fmt: skip
+    settings = results.settings
+    last = settings.ranks_in(settings.steps)
+    caption = "B per parameter at rest and at the peak, without activations. Sent by one rank in a step: P is all "
+    caption += "parameters once, as they travel."
+    if last != settings.ranks:
+        caption += f" All of the last step, on the {last} ranks on which the run was resumed."
+    table = number_table("", "scheme", *map(escape, columns), caption=caption)
     for name, row in rows.items():
         table.add_row(escape(name), *(row.get(column, "–") for column in columns))
     return table

@@ -126,7 +126,8 @@ def traffic(results: Results) -> Figure:
         axes.plot(curve, [factor * (n - 1) / n for n in curve], color=FAINT, zorder=1, label=f"{factor}(N−1)/N")
         axes.axhline(factor, color=FAINT, linewidth=0.9, linestyle=":", zorder=1)
         axes.annotate(f"{factor}", (0, factor), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points")
-    axes.set_ylim(-0.15, 3.3)
+    top = max([3.3, *(1.1 * row.sent / unit for row in rows)])  # more where each micro-batch is reduced by itself
+    axes.set_ylim(-0.15 * (top / 3.3), top)
     ends = []
     names = [record.name for record in results.schemes]
     look_of = looks(names)
@@ -140,10 +141,11 @@ def traffic(results: Results) -> Figure:
         ends.append(label_end(axes, ranks[-1], y[-1], f"{name}: {y[-1]:.4g}", look.color))
     axes.set_title(_as_predicted(rows, "sent"))
     headline(figure, f"Traffic{_finding(rows, 'sent', unit, '.4g')}")
+    said = "predicted" if results.settings.accumulate == 1 else "a single micro-batch"
     legend(
         figure,
-        Line2D([], [], color=FAINT, label="predicted, padding left out: 2(N−1)/N and 3(N−1)/N"),
-        Line2D([], [], color=FAINT, linewidth=0.9, linestyle=":", label="predicted for large N: 2 and 3"),
+        Line2D([], [], color=FAINT, label=f"{said}, padding left out: 2(N−1)/N and 3(N−1)/N"),
+        Line2D([], [], color=FAINT, linewidth=0.9, linestyle=":", label=f"{said} for large N: 2 and 3"),
     )
     settle(figure)
     spread(ends, "y")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zerosim.bands import WIRES, Band
 from zerosim.records.real_ranks import BYTES, CHECKS, NAMESPACE, Corroboration, Flow, RankRecord, Run
-from zerosim.report.tables import number_table, screen, verdict
+from zerosim.report.tables import counted, number_table, screen, verdict
 from zerosim.util import sizes
 
 METERS = {"process": "/proc/self/io", "sockets": "the TCP sockets"}
@@ -27,8 +27,9 @@ def show(found: Corroboration, console: Console | None = None, *, verbose: bool 
     console = screen(console, width=WIDTH)
     settings = found.settings
     console.print(
-        f"\n[bold]{found.n_params:,} parameters on {settings.ranks} real ranks[/], {settings.steps} steps of "
-        f"{settings.batch} samples per rank; torch {found.versions.get('torch', '?')}, {settings.backend}, over "
+        f"\n[bold]{found.n_params:,} parameters on {settings.ranks} real ranks[/], "
+        f"{counted(settings.steps, 'step')} of {settings.batch} samples per rank; "
+        f"torch {found.versions.get('torch', '?')}, {settings.backend}, over "
         f"{', '.join(found.addresses) or 'no TCP socket'}\n"
     )
     runs = [run for run in found.runs if run.ranks]  # of which a step was completed

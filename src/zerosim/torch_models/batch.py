@@ -18,7 +18,7 @@ from zerosim.torch_models.program import Kind, Program
 from zerosim.torch_models.tensors import packed, unpacked
 from zerosim.torch_models.trees import arguments, map_tensors
 from zerosim.torch_models.units import numpy_dtype
-from zerosim.util.arguments import unmasked
+from zerosim.util.arguments import PASS_UNEVEN, unmasked
 from zerosim.util.shapes import Shaped
 
 
@@ -117,7 +117,9 @@ def check_batch(
         for what, arrays, first in (("x", xs, pairs[0][0]), ("target", targets, pairs[0][1])):
             for number, array in enumerate(arrays):
                 which = f" {number}" * (len(arrays) > 1)
-                _check(f"step(batch): {what}{which} of rank {rank}", array, first[number], pairs[0][0][0])
+                counts = {each.shape[:1] for each in (*xs, *targets)}
+                instead = PASS_UNEVEN if rank and what == "x" and len(counts) == 1 else ""
+                _check(f"step(batch): {what}{which} of rank {rank}", array, first[number], pairs[0][0][0], instead)
     xs = [np.stack([pair[0][number] for pair in pairs]) for number in range(len(example.tensors))]
     for number, (x, like) in enumerate(zip(xs, example.tensors, strict=True)):
         xs[number] = _like(x, like, compute, vocabularies.get(number))
@@ -195,12 +197,13 @@ def _like(x: Array, example: torch.Tensor, compute: Any, vocabulary: int | None)
     return x.astype(numpy_dtype(example.dtype if whole else compute), copy=False)
 
 
-def _check(what: str, array: Any, first: Any, x: Any) -> None:
+def _check(what: str, array: Any, first: Any, x: Any, instead: str) -> None:
     unmasked(what, array)
     if array.dtype.kind not in "iub" and array.dtype != FP32:
         raise TypeError(f"{what} must be integers, booleans or float32; got {array.dtype}. Use astype, or float().")
     if array.ndim < 1 or array.size == 0 or array.shape[0] != x.shape[0]:
-        raise ValueError(f"{what} needs as many rows as x of rank 0, one or more; got shape {list(array.shape)}.")
+        got = f"got shape {list(array.shape)}.{instead}"
+        raise ValueError(f"{what} needs as many rows as x of rank 0, one or more; {got}")
     if array.shape != first.shape or array.dtype != first.dtype:
         raise ValueError(
             f"{what} must be like that of rank 0, {first.dtype} {list(first.shape)}; got {array.dtype} "

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -36,11 +37,17 @@ def one_of(call: str, option: str, value: object, known: Collection[str]) -> Non
         raise ValueError(f"{call}({option}): {option} is one of {', '.join(known)}; got {value!r}.")
 
 
-def instance_of(call: str, option: str, value: object, kind: type | UnionType) -> None:
-    """Refuse a value of another type."""
+def instance_of(call: str, option: str, value: object, kind: type | UnionType, instead: str = "") -> None:
+    """Refuse a value of another type; ``instead`` says what to pass."""
     if not isinstance(value, kind):
         name = getattr(kind, "__name__", str(kind))
-        raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.")
+        raise TypeError(f"{call}({option}): {option} must be of type {name}; got {value!r}.{instead and ' '}{instead}")
+
+
+A_MODEL = (
+    "Pass zs.MLP(sizes), or what zerosim.torch_models.model.from_torch(module, batch, loss) makes of a "
+    "torch.nn.Module; zs.compare and zs.dry take the module itself."
+)
 
 
 def real(value: object) -> float:
@@ -79,6 +86,12 @@ def all_of(call: str, option: str, values: Sequence[T], kind: type[T]) -> tuple[
     if not isinstance(values, (tuple, list)) or not all(isinstance(each, kind) for each in values):
         raise TypeError(f"{call}({option}): a tuple of {kind.__name__} is needed; got {values!r}.")
     return tuple(values)
+
+
+def ending(call: str, option: str, path: Path, what: str, known: str) -> None:
+    """Refuse a file whose name promises something else than what is written to it."""
+    if path.suffix.lower() != known:
+        raise ValueError(f"{call}({option}): the name of {what} ends in {known}; got {path.name!r}.")
 
 
 def integer(call: str, option: str, value: object, least: int = 1) -> int:
@@ -156,7 +169,9 @@ def check_layout(batch: Sequence[tuple[Array, Array]], ranks: int, width_in: int
     rows = next(iter(getattr(batch[0][0], "shape", ())), 0)
     for index, (what, width) in enumerate((("x", width_in), ("y", width_out))):
         for rank, pair in enumerate(batch):
-            _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width)
+            counts = {getattr(each, "shape", ())[:1] for each in pair}
+            instead = PASS_UNEVEN if rank and what == "x" and len(counts) == 1 else ""
+            _check_array(f"step(batch): {what} of rank {rank}", pair[index], rows, width, instead)
 
 
 def unmasked(where: str, array: object) -> None:
@@ -167,7 +182,10 @@ def unmasked(where: str, array: object) -> None:
         )
 
 
-def _check_array(where: str, array: Array, rows: int, width: int) -> None:
+PASS_UNEVEN = " Pass as many, or uneven=True."  # which is for ranks whose numbers of rows differ, not for a pair's
+
+
+def _check_array(where: str, array: Array, rows: int, width: int, instead: str) -> None:
     unmasked(where, array)
     if getattr(array, "dtype", None) != np.float32:
         got = getattr(array, "dtype", type(array).__name__)
@@ -179,7 +197,7 @@ def _check_array(where: str, array: Array, rows: int, width: int) -> None:
     if array.shape[0] != rows:
         raise ValueError(
             f"{where} has {array.shape[0]} rows and x of rank 0 has {rows}. Every rank needs the same number, or the "
-            f"average over ranks would not be the average over rows."
+            f"average over ranks would not be the average over rows.{instead}"
         )
 
 
