@@ -71,6 +71,14 @@ def test_three_of_a_unit_in_forward() -> None:
     close(planned(model, ZeRO3, RANKS, shape), fsdp2_peak(model, RANKS, shape))
 
 
+@pytest.mark.parametrize("ranks", [2, *by_night(1)])
+def test_the_last_gradient_of_a_unit_stays_while_it_is_reduced(ranks: int) -> None:
+    """Of the root that is the head's, beside all of its gradients in fp32: the most of a step with frozen blocks."""
+    model, shape = Model(96, 3), (2, 16)
+    model.blocks.requires_grad_(False)
+    close(planned(model, ZeRO3, ranks, shape, checkpoint="full"), fsdp2_peak(model, ranks, shape, checkpoint=True))
+
+
 @pytest.mark.parametrize("tied", [True, *by_night(False)])
 @pytest.mark.parametrize("checkpoint", [True, *by_night(False)])
 @pytest.mark.parametrize("ranks", [2, *by_night(1, 64)])
