@@ -16,6 +16,7 @@ import msgspec
 from zerosim.layers import Role
 from zerosim.planner import config_file, frozen, hf_inputs, hf_models, lora
 from zerosim.planner.config_facts import Facts
+from zerosim.planner.dense_decoder import dense_decoder
 from zerosim.planner.model_source import Inputs
 from zerosim.records.question import Finetuning
 from zerosim.torch_models.profile import measure
@@ -149,7 +150,7 @@ class ConfigModel:
         return Facts(
             name=self._architecture.name, most=most, table=table, length=way.length, attention=way.attention,
             call=way.call, largest_module=_largest(way.module), notes=tuple(notes),
-            runs=self._error is None,
+            runs=self._error is None, dense_decoder=dense_decoder(way.module, way.wrap),
         )  # fmt: skip
 
 

@@ -186,9 +186,9 @@ def cell(
             room = None  # of what a step adds nothing is known
     time = None
     if not runner.prepare(row).states_alone:
-        time = hardware.time(
-            ran, ranks, chosen, cluster, runner.options(row, ranks), runner.tokens, row, question.placement
-        )
+        error = hardware.error(question, ran, ranks, row, cluster, dense_decoder=runner.source.dense_decoder)
+        options = runner.options(row, ranks)
+        time = hardware.time(ran, ranks, chosen, cluster, options, runner.tokens, row, question.placement, error)
     return Cell(
         row=row,
         ranks=ranks,

@@ -20,6 +20,7 @@ from zerosim.bands import FP32
 from zerosim.model import MLP
 from zerosim.planner import frozen
 from zerosim.planner.batch_sizes import BatchSizes, compact
+from zerosim.planner.dense_decoder import dense_decoder
 from zerosim.planner.model_source import Inputs, ModelSource, Perceptron, Prepared, Workload, too_large
 from zerosim.torch_models.losses import cross_entropy
 from zerosim.torch_models.profile import measure
@@ -62,6 +63,7 @@ class TorchModelSource(ModelSource):
         self._module, self._inputs, self._wrap = module, inputs, wrap
         self._loss, self._target, self._hint = loss, target, hint
         self._frozen = frozen_dtype
+        self.dense_decoder = dense_decoder(module, wrap)
         self._sizes: dict[tuple[int | None, str, str], BatchSizes] = {}
         too_large(sum(parameter.numel() for parameter in module.parameters()))
 

@@ -98,8 +98,8 @@ class Shortage(Record):
 class StepEstimate(Record):
     """The seconds that a step is expected to take, computing and sending that nothing hides; what binds it.
 
-    ``error``: nine of ten published runs took up to this part more or less. None where that is not known: of models
-    without sequences or of less than a hundred million parameters, and of an efficiency that the reader states.
+    ``error``: nine of ten published runs took up to this part more or less. None where that is not known, as there was
+    no run like it, and of an efficiency that the reader states.
     """
 
     seconds: float
