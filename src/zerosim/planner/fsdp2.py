@@ -23,9 +23,9 @@ from zerosim.kernels.operations import Kernels
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.ledger import Ledger
 from zerosim.parameters import Parameters
+from zerosim.planner.callers_batch import CallersBatch
 from zerosim.planner.recipes import PlannedOptions
 from zerosim.ranks import Workspace
-from zerosim.schemes import Scheme
 from zerosim.stages import Over
 from zerosim.updates import Update
 
@@ -277,7 +277,7 @@ class Stepping(Update):
                 self._gradients.drop(bucket)
 
 
-class FSDP2(Scheme):
+class FSDP2(CallersBatch):
     """A training step as FSDP2 runs it."""
 
     made_of = Reducing, Unsharding, Stepping
@@ -288,7 +288,7 @@ class FSDP2(Scheme):
         self._work.on_loss = self._parameters.loss_computed
 
 
-class DDP(Scheme):
+class DDP(CallersBatch):
     """A training step as ``DistributedDataParallel`` runs it, or torch on one card; buckets are held beside it."""
 
     made_of = Accumulating, Parameters, Stepping
