@@ -223,13 +223,25 @@ class LargestBatch(Record):
     at_least: bool
 
 
+class Remedy(Record):
+    """An option with which a step takes less, as it was tried: on how many GPUs, its peak, and whether a card holds it
+    beside the reserve."""
+
+    option: str
+    ranks: Positive
+    peak: Natural
+    fits: bool
+
+
 class NoFit(Record):
-    """A card too small for any N: the row and the N that need least, what they need, and what is to blame."""
+    """A card too small for any N: the row and the N that need least, what they need, what is to blame, and what was
+    tried and takes less."""
 
     row: Stage
     ranks: Positive
     peak: Peak
     shortage: Shortage
+    remedies: tuple[Remedy, ...] = ()
 
 
 class Surprise(Record):
