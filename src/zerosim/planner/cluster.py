@@ -14,6 +14,7 @@ from zerosim.bands import WIRES, DType
 from zerosim.layers import Layer, Role
 from zerosim.options import Options
 from zerosim.planner.cards import ASSUMED, Card, card
+from zerosim.planner.recipes import RECIPES, computed_in
 from zerosim.planner.step_run import StepRun
 from zerosim.planner.step_time import Limit, Operation, Ring, Sent, Speeds, bound, duration, operations, queues
 from zerosim.planner.time_model import fitted
@@ -28,7 +29,7 @@ SMALLEST, LARGEST = 10**8, 10**11
 def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     """The card that the time is for, and its record. ValueError if it has no peak for ``working``."""
     asked = question.network
-    dtype = next(name for name, known in WIRES.items() if known == working)
+    dtype = _named(working)
     chosen = card(question.card or ASSUMED)
     given: dict[str, Any] = {
         name: value if name.startswith("hop") else round(value)
@@ -38,6 +39,13 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     if asked.peak is not None:
         given["peak"] = {**chosen.peak, dtype: round(asked.peak)}
     chosen = replace(chosen, **given)
+    if dtype not in chosen.peak:
+        able = [name for name in RECIPES if _named(computed_in(name)) in chosen.peak]
+        raise ValueError(
+            f"plan(card): a {chosen.name} computes in {', '.join(chosen.peak)}; {dtype} was asked for, or is this "
+            f"convention's default. Use --precision {' or '.join(able)}, or say how fast it is, as in "
+            f"--peak 30."
+        )
     return chosen, Cluster(
         card=chosen.name,
         assumed=question.card is None,
@@ -51,6 +59,10 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
         hop_between=chosen.hop_between,
         source=chosen.source,
     )
+
+
+def _named(dtype: DType) -> str:
+    return next(name for name, known in WIRES.items() if known == dtype)
 
 
 def products(layers: Iterable[Layer], tokens: int) -> dict[str, int]:
