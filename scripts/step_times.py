@@ -34,8 +34,7 @@ from zerosim.records.files import encoded, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "src" / "zerosim" / "planner" / "time_model.json"
-SHARES = ("products", "attention", "memory", "network")
-START = (0.8, 100.0, 0.9, 0.5)
+START = (0.8, 100.0, 0.9, 0.5)  # products, attention, memory, network
 LEAST, MOST = (0.1, 1.0, 0.05, 0.05), (1.0, 1000.0, 10.0, 1.0)  # no product passes the fastest, no link its bandwidth
 DTYPE = "bf16"
 
@@ -85,8 +84,8 @@ class Planned:
 
 def shares(values: Sequence[float] | Numbers) -> TimeModel:
     """Shares of which nothing else is known."""
-    named = dict(zip(SHARES, map(float, values), strict=True))
-    return TimeModel(**named, band=1.0, median=1.0, runs=0, sources=())
+    products, attention, memory, network = map(float, values)
+    return TimeModel(products, attention, memory, network, band=1.0, median=1.0, runs=0, sources=())
 
 
 def record() -> Recorded:
@@ -119,6 +118,9 @@ def with_left_out(planned: Planned) -> Recorded:
         median=round(float(np.median(np.abs(left_out / planned.measured - 1))), 3),
         runs=len(runs),
         sources=tuple(others),
+        cards=tuple(sorted({run.card for run in runs})),
+        gpus=(min(run.gpus for run in runs), max(run.gpus for run in runs)),
+        precisions=tuple(sorted({run.precision for run in runs})),
     )
     return Recorded(
         model=model,

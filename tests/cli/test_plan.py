@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -233,8 +234,8 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "4", "--largest-model", "mlp"], "--memory 80GB"),
         (["64,128", "--gpus", "4", "--out", "x.pdf"], ".html (a page with sliders), .png (a chart)"),
         (["64,128", "--gpus", "4", "--out", "x.html.gz"], "got 'x.html.gz'"),
-        (["64,128", "--gpus", "4", "--json", "/no/such/folder/x.json"], "cannot be written to /no/such/folder"),
-        (["64,128", "--gpus", "4", "--out", f"{__file__}/x.png"], "cannot be written to"),
+        (["64,128", "--gpus", "4", "--json", "/no/such/folder/x.json"], "the folder /no/such/folder does not exist"),
+        (["64,128", "--gpus", "4", "--out", f"{__file__}/x.png"], "does not exist"),
         (["64,128", "--gpus", "4", "--json", "/"], "is a folder"),
         (["64,128", "--gpus", "4", "--micro-batch", "9" * 15], "at most 2,147,483,648"),
         (["64,128", "--gpus", "4", "--efficiency", "1.5"], "--efficiency"),
@@ -242,7 +243,8 @@ def test_each_difference_from_a_formula_is_put_down_to_the_band_that_makes_it() 
         (["64,128", "--gpus", "4", "--bandwidth", "400Gb/s"], "'400Gb/s' may mean bits"),
         (["64,128", "--gpus", "4", "--node-bandwidth", "400gb/s"], "'400gb/s' may mean bits"),
         (["64,128", "--gpus", "4", "--memory", "80Gb"], "'80Gb' is in bits"),
-        (["64,128", "--gpus", "4", "--card", "V100-32GB", "--precision", "bf16"], "no peak for 'bf16'"),
+        (["64,128", "--gpus", "4", "--card", "V100-32GB", "--precision", "bf16"], "Use --precision mixed"),
+        (["64,128", "--gpus", "4", "--convention", "megatron", "--precision", "fsdp"], "--convention megatron gathers"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:
@@ -383,3 +385,23 @@ def test_streams_that_are_closed_are_no_failure(closed: str) -> None:
     """A plan with nowhere to print ends as one that was printed does."""
     command = f'"$0" -m zerosim plan 64,64 --gpus 2 {closed}'
     assert subprocess.run(["/bin/sh", "-c", command, sys.executable], check=False).returncode == 0
+
+
+def test_a_narrow_screen_says_what_it_leaves_out() -> None:
+    """The column of what is sent goes first, and not without a word."""
+    found = zs.plan([67, 131, 127, 61], gpus=[2, 4], memory="1MB").record
+    for width, narrow in ((44, True), (80, False)):
+        shown = io.StringIO()
+        plan_console.show(found, Console(file=shown, force_terminal=True, width=width, no_color=True))
+        assert ("what is sent has no room" in " ".join(shown.getvalue().split())) == narrow
+
+
+def test_what_takes_long_is_told_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line every so often on standard error, with what it is at."""
+    monkeypatch.setattr(cli, "TOLD_EVERY", 0.01)
+    with cli._progress("reading the model") as advance:
+        advance("ZeRO-3, N = 4", 7)
+        time.sleep(0.2)
+    assert re.search(r"working for \d+ s: ZeRO-3, N = 4\n", capfd.readouterr().err)

@@ -10,6 +10,7 @@ import zerosim as zs
 from zerosim.planner import question
 from zerosim.planner.cards import CARDS
 from zerosim.records.plan import Cell
+from zerosim.report import plan_time
 from zerosim.stages import DP, HPZ, HSDP, ROWS, Stage, ZeRO1, ZeRO2, ZeRO3, ZeRO3Kept
 from zerosim.util import sizes
 
@@ -84,6 +85,20 @@ def test_what_goes_over_the_host_s_link_takes_its_time() -> None:
     [fast] = cells(rows=[ZeRO2], offload="optimizer", gpus=2, peak=1e9, bandwidth="1PB/s", latency=1e-9)
     assert fast.time is not None
     assert (fast.time.overlapped, fast.time.binding) == (link, "bandwidth to the host")
+
+
+def test_the_optimizer_s_pass_on_the_host_is_in_no_time_and_that_is_said() -> None:
+    """A card has neither its FLOPs nor its bytes to do; of how fast a host is nothing is known."""
+    [here], [there] = cells(rows=[ZeRO2], gpus=2), cells(rows=[ZeRO2], offload="optimizer", gpus=2)
+    assert here.time is not None
+    assert there.time is not None
+    passed = here.flops["optimizer"] / CARDS["H100"].peak["fp16"]
+    assert here.time.compute - there.time.compute == pytest.approx(passed, rel=1e-3)
+    assert here.time.estimate is not None
+    assert there.time.estimate is not None
+    assert here.time.estimate.computing - there.time.estimate.computing > passed
+    shown = zs.plan(MLP, rows=[ZeRO2], offload="optimizer", gpus=2, memory="100MB", convention="zero")
+    assert "without the optimizer's pass on the host" in "".join(plan_time.sentence(shown.record, 2))
 
 
 def test_the_optimizer_s_state_on_the_host() -> None:

@@ -121,6 +121,8 @@ def test_qlora_of_a_configuration_and_of_a_module(tmp_path: Path, monkeypatch: p
     packed = base // 2 + 4 * base // 64  # 64 divides each matrix
     assert plan["cells"][0]["resident"]["params"] == packed + 2 * (norms + ends + adapters)
     assert any("kept packed" in note for note in plan["model"]["notes"])
+    shown = CliRunner().invoke(cli.plan, [str(tmp_path), *options, "--scheme", "ddp"]).output
+    assert "bytes a trained parameter at rest" in shown
 
     net = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.Linear(11, 5))
     net[0].requires_grad_(False)

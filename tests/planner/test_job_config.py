@@ -56,6 +56,18 @@ def test_a_ds_config_says_stage_precision_batch_and_bucket(ds_config: Any) -> No
     assert (over["micro_batch"], over["rows"][0]["name"]) == (5, "ZeRO-3")
 
 
+def test_keys_that_are_not_read_are_named(ds_config: Any) -> None:
+    """In one line, those that are nearly the name of one that is with that name; of a file that is read whole none."""
+    path = ds_config(bf16={"enabled": True}, zero_optimisation={"stage": 3}, steps_per_print=10)
+    note = asked("--gpus", "4", "--config", path)["notes"][-1]
+    assert "does not read: zero_optimisation (is zero_optimization meant?), steps_per_print" in note
+    path = ds_config(bf16={"enabled": True}, zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
+    note = asked("--gpus", "4", "--config", path)["notes"][-1]
+    assert "zero_optimization.stage3_max_live_parameter (is stage3_max_live_parameters meant?)" in note
+    whole = ds_config(bf16={"enabled": True}, zero_optimization={"stage": 3}, train_micro_batch_size_per_gpu=2)
+    assert not asked("--gpus", "4", "--config", whole)["notes"]
+
+
 def test_a_ds_config_s_sizes_are_settings_of_the_plan(ds_config: Any) -> None:
     """As they are written, 5e7 too; what follows from the width is noted apart from what is left to defaults."""
     path = ds_config(

@@ -218,6 +218,30 @@ def test_where_no_number_of_gpus_helps_the_unit_and_the_card_are_named() -> None
     text = " ".join(verdict.answers(found))
     assert f"{found.no_fit.peak.total:,} bytes" in text
     assert "layer 3 alone" in text
+    assert "which takes the least of those tried" in text
+
+
+def test_what_would_help_was_tried() -> None:
+    """Each option that is named takes what is said when it is followed; what takes no less is not named, and where data
+    parallel alone was asked for a scheme that shards is."""
+    found = made(gpus=[5], memory=1000, rows=[DP], micro_batch=64)
+    assert found.no_fit is not None
+    named = {each.option: each for each in found.no_fit.remedies}
+    assert set(named) == {"--scheme zero3", "--micro-batch 32"}, "checkpointing takes no less of a perceptron"
+    for option, asked in {
+        "--scheme zero3": {"rows": [ZeRO3], "gpus": [5], "micro_batch": 64},
+        "--micro-batch 32": {"rows": [DP], "gpus": [1], "micro_batch": 32},
+    }.items():
+        [cell] = made(**{"asked": asked["gpus"], **asked}).cells
+        assert (named[option].peak, named[option].ranks) == (cell.peak.total, cell.ranks)
+        assert f"{option} takes {sizes.text(cell.peak.total)}" in " ".join(verdict.answers(found))
+    enough = made(gpus=[5], memory=named["--scheme zero3"].peak, rows=[DP], micro_batch=64)
+    assert enough.no_fit is not None
+    assert enough.no_fit.remedies[0].option == "--scheme zero3"
+    assert enough.no_fit.remedies[0].fits
+    least = made(gpus=[5], memory=1000, rows=[ZeRO3], micro_batch=1)
+    assert least.no_fit is not None
+    assert not any(each.option.startswith(("--micro", "--scheme")) for each in least.no_fit.remedies)
 
 
 def test_a_higher_stage_that_takes_more_is_pointed_out_with_its_cause() -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 import time_page
+from helpers import by_night
 from measured_runs import ALL, WITHIN, Run, internevo, runs
 from zerosim.counts import Phase
-from zerosim.planner import cluster, step_time, time_model
+from zerosim.layers import Group, Role
+from zerosim.planner import cluster, config_file, step_time, time_model
 from zerosim.planner.cards import CARDS
+from zerosim.planner.dense_decoder import dense_decoder
 from zerosim.planner.model_source import Perceptron
 from zerosim.planner.runner import Runner
 from zerosim.planner.step_time import Computed, Operation, Ring, Sent, at_most, bound, duration
@@ -24,6 +30,8 @@ from zerosim.schemes import ZeRO1
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 pytest.importorskip("transformers")
+
+from zerosim.planner import hf_models  # noqa: E402
 
 RUNS = runs()
 
@@ -146,21 +154,69 @@ def test_a_stated_efficiency_takes_the_place_of_the_shares() -> None:
     assert (stated.within, stated.hop_between) == (model.within, model.hop_between)
 
 
-@pytest.mark.parametrize(
-    ("width", "tokens", "efficiency", "claimed"),
-    [(10_007, 11, None, True), (9973, 11, None, False), (10_007, None, None, False), (10_007, 11, 0.5, False)],
-)
-def test_an_error_is_claimed_of_models_as_large_as_those_that_were_fitted_and_with_rows_of_tokens(
-    width: int, tokens: int | None, efficiency: float | None, claimed: bool
-) -> None:
-    """A hundred million parameters, and tokens; of an efficiency that somebody states no error is known."""
-    asked = Question(model="", asked=[2], gpus=[2], rows=[ZeRO1], network=Network(efficiency=efficiency))
-    runner = Runner(Perceptron([width, width]), asked)
-    card, record = cluster.cluster(asked, runner.working(ZeRO1))
-    found = cluster.time(runner.run(ZeRO1, 2), 2, card, record, runner.options(ZeRO1, 2), tokens, ZeRO1, "nodes")
+NO_RUN: list[tuple[str, dict[str, Any]]] = [
+    ("no dense decoder of text", {"dense_decoder": False}),
+    ("of less than a hundred million parameters", {"width": 9973}),
+    ("with adapters", {"frozen": True}),
+    ("in fp16", {"precision": "mixed"}),
+    ("on another card", {"card": "B200"}),
+    ("on fewer GPUs", {"ranks": 7}),
+    ("on more GPUs", {"ranks": 1025}),
+    ("with states on the host", {"offload": ("optimizer",)}),
+    ("at an efficiency that is stated", {"network": Network(efficiency=0.5)}),
+    ("at a peak that is stated", {"network": Network(peak=5e14)}),
+]
+
+
+@pytest.mark.parametrize("given", [{}, *(given for _, given in NO_RUN)], ids=["like", *(what for what, _ in NO_RUN)])
+def test_an_error_is_claimed_of_steps_like_those_that_were_fitted_alone(given: dict[str, Any]) -> None:
+    """One that is like no published run, in any one respect, has an estimate and no error."""
+    asked: dict[str, Any] = {"width": 10_007, "precision": "bf16", "card": "H100", "ranks": 8, "dense_decoder": True}
+    asked |= given
+    n, width = asked["ranks"], asked["width"]
+    row = replace(ZeRO1, offload=asked.get("offload", ()))
+    question = Question(
+        model="", asked=[n], gpus=[n], rows=[row], precision=asked["precision"], card=asked["card"],
+        network=asked.get("network", Network()),
+    )  # fmt: skip
+    runner = Runner(Perceptron([width, width]), question)
+    card, record = cluster.cluster(question, runner.working(row))
+    ran = runner.run(row, n)
+    if "frozen" in asked:
+        held = Group("base", ((3,),), Role.FROZEN)
+        ran = replace(ran, layers=[*ran.layers, SimpleNamespace(name="base", groups=[held])])
+    error = cluster.error(question, ran, n, row, record, dense_decoder=asked["dense_decoder"])
+    assert error == (None if given else fitted().band)
+    found = cluster.time(ran, n, card, record, runner.options(row, n), 11, row, "nodes", error)
     assert found.estimate is not None
-    assert found.estimate.error == (fitted().band if claimed else None)
+    assert found.estimate.error == error
     assert found.estimate.seconds >= found.overlapped
+
+
+def test_what_was_fitted_is_on_record() -> None:
+    """Cards, numbers of GPUs and precisions of the model are those of the runs."""
+    model = fitted()
+    assert set(model.cards) == {run.card for run in RUNS}
+    assert set(model.precisions) == {run.precision for run in RUNS}
+    assert model.gpus == (min(run.gpus for run in RUNS), max(run.gpus for run in RUNS))
+
+
+DENSE = ["gpt2", "llama-3.1-8b", "falcon-7b", "gemma-2-9b"]
+OTHERS = [
+    "whisper-large-v3", "t5-small", "mamba-130m", "openai--gpt-oss-20b", "nvidia--Nemotron-H-56B-Base-8K",
+    "qwen2.5-vl-3b", "vit-base", "bert-base-uncased", "mistralai--Mixtral-8x7B-v0.1", "Qwen--Qwen3.5-27B",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*DENSE[:2], *OTHERS[:6], *by_night(*DENSE[2:], *OTHERS[6:])])
+def test_a_dense_decoder_of_text_is_told_by_its_module(name: str) -> None:
+    """Not one are an encoder, a recurrence, even beside attention, experts, and what takes images or speech."""
+    path = Path(__file__).parent / "configs" / f"{name}.json"
+    values = config_file.read(path)
+    values |= {key: 4 for key in ("num_hidden_layers", "n_layer") if key in values and "hybrid" not in str(values)}
+    values.pop("layer_types", None)
+    module = hf_models.module(values, hf_models.architecture(values, name), name, "eager")
+    assert dense_decoder(module, hf_models.wrap(module) or hf_models.blocks(module)) == (name in DENSE)
 
 
 @pytest.mark.parametrize("module", [step_time, time_model, time_page], ids=lambda module: module.__name__)

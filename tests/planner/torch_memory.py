@@ -58,10 +58,38 @@ class Model(torch.nn.Module):  # type: ignore[misc]
         return logits
 
 
+class Convolution(torch.nn.Module):  # type: ignore[misc]
+    """A residual block of a norm and a convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.convolution = torch.nn.GroupNorm(1, width), torch.nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.gelu(self.convolution(self.norm(x)))
+
+
+class Images(torch.nn.Module):  # type: ignore[misc]
+    """Images [rows, 3, height, width] to logits of ten classes, by blocks."""
+
+    def __init__(self, width: int = 4, blocks: int = 2) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = torch.nn.ModuleList(Convolution(width) for _ in range(blocks))
+        self.head = torch.nn.Linear(width, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(images)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
 class Training(torch.nn.Module):  # type: ignore[misc]
     """The model with its loss within, as Hugging Face's have it, so that the logits go with the call."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
 
@@ -96,6 +124,21 @@ def fsdp2_peak(
         tracker = FSDPMemTracker(training, optimizer)
         tracker.track_inputs((tokens, tokens))
         return _highest(tracker, lambda: training(tokens, tokens).backward(), optimizer, steps)
+
+
+def images_peak(ranks: int, shape: tuple[int, ...]) -> int:
+    """Bytes at the peak of a step of ``fully_shard`` that is given images in fp32."""
+    with _group("fake", ranks, FakeStore()):
+        mesh = init_device_mesh("cpu", (ranks,))
+        training = Training(Images())
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*training.model.blocks, training):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(training.parameters())
+        images, target = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)
+        tracker = FSDPMemTracker(training, optimizer)
+        tracker.track_inputs((images, target))
+        return _highest(tracker, lambda: training(images, target).backward(), optimizer, 2)
 
 
 def plain_peak(model: Model, shape: tuple[int, int], *, buckets: str | None = None, foreach: bool = True) -> int:

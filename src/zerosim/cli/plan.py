@@ -11,6 +11,8 @@ import contextlib
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from zerosim.planner.model_source import ModelSource
     from zerosim.records.plan import Plan
     from zerosim.records.question import Finetuning, Question
+
+TOLD_EVERY = 15.0  # seconds, where standard error is no terminal
 
 
 @click.command()
@@ -179,8 +183,10 @@ def _targets(json_to: str | None, outputs: tuple[Path, ...]) -> dict[Path, str]:
         places.add(path.resolve())
         folder = path.resolve().parent
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            reason = "is a folder" if path.is_dir() else f"cannot be written to {folder}"
-            raise ValueError(f"plan(FILE): {path} {reason}. Name another file.")
+            reason = f"the folder {folder} " + ("does not exist" if not folder.is_dir() else "cannot be written to")
+            if path.is_dir():
+                reason = "it is a folder"
+            raise ValueError(f"plan(FILE): {path} cannot be written: {reason}. Name another file.")
         if path.exists() and not path.is_file():  # a file would take the place of the device or the pipe
             raise ValueError(f"plan(FILE): {path} is no file. Name another, or print the plan with --json -.")
     return dict(named)
@@ -219,18 +225,46 @@ def _run(question: Question) -> tuple[ModelSource, Plan]:
 
 @contextlib.contextmanager
 def _progress(doing: str) -> Iterator[Callable[[str, int | None], None]]:
-    """A progress bar on standard error, and what to call with what is done next, and of how many in all."""
+    """How far it is, on standard error, and what to call with what has been done, and of how many in all."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with _lines(doing) as advance, _output_kept_clean():
+            yield advance
+        return
     columns = TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress, _output_kept_clean():
+    with Progress(*columns, console=console, transient=True) as progress, _output_kept_clean():
         bar = progress.add_task(doing, total=None)
 
-        def advance(doing: str, total: int | None) -> None:
+        def show(doing: str, total: int | None) -> None:
             progress.update(bar, advance=total is not None, total=total, description=doing)
 
+        yield show
+
+
+@contextlib.contextmanager
+def _lines(doing: str) -> Iterator[Callable[[str, int | None], None]]:
+    """The same as lines, one every ``TOLD_EVERY`` seconds, so that what takes long is seen to be at work."""
+    at, ended, began = doing, threading.Event(), time.monotonic()
+
+    def advance(doing: str, total: int | None) -> None:
+        nonlocal at
+        at = doing
+
+    def tell() -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads them any more
+            while not ended.wait(TOLD_EVERY):
+                click.echo(f"working for {time.monotonic() - began:.0f} s: {at}", err=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
         yield advance
+    finally:
+        ended.set()
+        teller.join()
 
 
 @contextlib.contextmanager

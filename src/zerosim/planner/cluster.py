@@ -14,6 +14,7 @@ from zerosim.bands import WIRES, DType
 from zerosim.layers import Layer, Role
 from zerosim.options import Options
 from zerosim.planner.cards import ASSUMED, Card, card
+from zerosim.planner.recipes import RECIPES, computed_in
 from zerosim.planner.step_run import StepRun
 from zerosim.planner.step_time import Limit, Operation, Ring, Sent, Speeds, bound, duration, operations, queues
 from zerosim.planner.time_model import fitted
@@ -21,13 +22,14 @@ from zerosim.records.plan import Cluster, StepEstimate, Time
 from zerosim.records.question import Question
 from zerosim.stages import Stage
 
-SMALLEST = 100_000_000  # parameters; the smallest model that the estimate was fitted on has 125 million
+# Parameters; the models that the estimate was fitted on have 125 million to 70 billion.
+SMALLEST, LARGEST = 10**8, 10**11
 
 
 def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     """The card that the time is for, and its record. ValueError if it has no peak for ``working``."""
     asked = question.network
-    dtype = next(name for name, known in WIRES.items() if known == working)
+    dtype = _named(working)
     chosen = card(question.card or ASSUMED)
     given: dict[str, Any] = {
         name: value if name.startswith("hop") else round(value)
@@ -37,6 +39,13 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     if asked.peak is not None:
         given["peak"] = {**chosen.peak, dtype: round(asked.peak)}
     chosen = replace(chosen, **given)
+    if dtype not in chosen.peak:
+        able = [name for name in RECIPES if _named(computed_in(name)) in chosen.peak]
+        raise ValueError(
+            f"plan(card): a {chosen.name} computes in {', '.join(chosen.peak)}; {dtype} was asked for, or is this "
+            f"convention's default. Use --precision {' or '.join(able)}, or say how fast it is, as in "
+            f"--peak 30."
+        )
     return chosen, Cluster(
         card=chosen.name,
         assumed=question.card is None,
@@ -52,6 +61,10 @@ def cluster(question: Question, working: DType) -> tuple[Card, Cluster]:
     )
 
 
+def _named(dtype: DType) -> str:
+    return next(name for name, known in WIRES.items() if known == dtype)
+
+
 def products(layers: Iterable[Layer], tokens: int) -> dict[str, int]:
     """FLOPs of each layer's forward that can be products with its parameters: two for each of them and token."""
     return {
@@ -60,10 +73,20 @@ def products(layers: Iterable[Layer], tokens: int) -> dict[str, int]:
     }
 
 
-def _alike(layers: Iterable[Layer]) -> bool:
-    """Whether the estimate was fitted on models of such a size."""
-    groups = {group for layer in layers for group in layer.groups if group.role is not Role.BUFFER}
-    return sum(group.params for group in groups) >= SMALLEST
+def error(
+    question: Question, ran: StepRun, ranks: int, row: Stage, record: Cluster, *, dense_decoder: bool
+) -> float | None:
+    """How far the estimate is off, as far as that was measured: of steps like those that it was fitted on.
+
+    None where there was no such run: of another model than a dense decoder of text whose parameters are all trained, of
+    another size, with states on the host, or on other cards; and where the reader says how fast the cards are.
+    """
+    stated = record.efficiency is not None or question.network.peak is not None
+    groups = {group for layer in ran.layers for group in layer.groups if group.role is not Role.BUFFER}
+    trained = all(group.role is Role.TRAINABLE for group in groups)
+    sized = SMALLEST <= sum(group.params for group in groups) <= LARGEST
+    seen = dense_decoder and trained and sized and not row.offload and not stated
+    return fitted().band if seen and fitted().has_seen(record.card, record.dtype, ranks) else None
 
 
 def on_rings(work: Iterable[Operation], row: Stage, ranks: int, node: int | None, placement: str) -> list[Operation]:
@@ -115,17 +138,16 @@ def spans(
 
 def time(
     ran: StepRun, ranks: int, chosen: Card, record: Cluster, options: Options, tokens: int | None, row: Stage,
-    placement: str,
+    placement: str, error: float | None = None,
 ) -> Time:  # fmt: skip
     """The bound of a step that was run, and the estimate; ``tokens`` of a micro-batch, None where rows have no length.
 
-    What goes over the link to the host takes its time, whatever else there is to do.
-    The estimate's error is known of models like those that it was fitted on. Where an efficiency is stated, the
-    estimate takes that part of the peak, and its error is the reader's.
+    What goes over the link to the host takes its time, whatever else there is to do; it hides behind that, and what
+    the host itself computes, the optimizer's pass, is left out. ``error`` is the estimate's, where that is known. Where
+    an efficiency is stated, the estimate takes that part of the peak, and its error is the reader's.
     """
     work = _work(ran, row, ranks, options, tokens, placement)
     least = bound(work, chosen, ranks, dtype=record.dtype, prefetch=options.prefetch)
-    error = fitted().band if record.efficiency is None and tokens and _alike(ran.layers) else None
     speeds = _expected(chosen, record)
     expected = duration(work, speeds, ranks, prefetch=options.prefetch)
     copying = 0.0 if ran.host is None else ran.host.copied / chosen.host

@@ -14,7 +14,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     ``name`` is the class; ``most`` the tokens of a row that it was made for, and ``table`` whether it has no positions
     beyond; ``length`` whether its rows have a length at all; ``attention`` and ``call`` say how it runs: the
     implementation, and which of the things that it may be called with. ``runs`` is False where it can't
-    be run on shapes: then only its parameters are known.
+    be run on shapes: then only its parameters are known. ``dense_decoder``: it is one, of text.
     """
 
     name: str
@@ -26,3 +26,4 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     largest_module: int
     notes: tuple[str, ...]
     runs: bool = True
+    dense_decoder: bool = False

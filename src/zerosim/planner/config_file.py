@@ -98,6 +98,11 @@ def refused(values: Mapping[str, Any], where: str, name: str, error: Exception) 
     """The error for values that transformers makes no ``name`` of: the rule that they break, if it is a known one."""
     if (rule := broken_rule(values, where)) is not None:
         return ValueError(rule)
+    if isinstance(error, KeyError) and (keys := [key for key, value in values.items() if value in error.args]):
+        return ValueError(
+            f"{CALL}: {keys[0]} is the name of something that transformers has; {where} has {values[keys[0]]!r}, which "
+            f"{name} knows nothing of. Correct it."
+        )
     reason = " ".join(str(error).split())[:300].rstrip(".")
     return ValueError(
         f"{CALL}: {where} describes no {name} that can be made: {type(error).__name__}: {reason}. Correct that in it."
@@ -113,6 +118,8 @@ def broken_rule(values: Mapping[str, Any], where: str) -> str | None:
 def _heads(values: Mapping[str, Any], where: str) -> str | None:
     for width, number in _HEADS:
         wide, many = values.get(width), values.get(number)
+        if many == 0:
+            return f"{number} is a positive integer; {where} has 0. Correct it."
         if isinstance(wide, int) and isinstance(many, int) and many and wide % many and values.get("head_dim") is None:
             return (
                 f"{width} is divided among {number}; {where} has {wide:,} for {many:,} heads, which leaves "

@@ -15,10 +15,13 @@ import msgspec
 
 from zerosim.layers import Role
 from zerosim.planner import config_file, frozen, hf_inputs, hf_models, lora
+from zerosim.planner.callers_batch import as_given
 from zerosim.planner.config_facts import Facts
+from zerosim.planner.dense_decoder import dense_decoder
 from zerosim.planner.model_source import Inputs
 from zerosim.records.question import Finetuning
 from zerosim.torch_models.profile import measure
+from zerosim.torch_models.trees import tensors
 from zerosim.torch_models.units import Wrap, partition
 from zerosim.worlds.shapes import GroupShapes, ModelShapes, Tensor, UnitShapes
 
@@ -107,11 +110,13 @@ class ConfigModel:
         kv: str = "grouped",
     ) -> ModelShapes:  # fmt: skip
         with hf_models.unpacked(), hf_models.keys_and_values(kv):
+            inputs = way.inputs(rows, sequence)
             found = measure(
-                way.module, way.inputs(rows, sequence), way.wrap, compute=compute, checkpoint=checkpoint,
+                way.module, inputs, way.wrap, compute=compute, checkpoint=checkpoint,
                 loss=partial(hf_inputs.loss, kind=loss), target=hf_inputs.target, idle=self._finetuning.other_parts,
             )  # fmt: skip
 
+        found = as_given(found, tensors(inputs))
         return _unreached(found, self._finetuning.other_parts, type(way.module).__name__)
 
     def _failed(self, error: Exception, compute: str) -> ValueError:
@@ -149,7 +154,7 @@ class ConfigModel:
         return Facts(
             name=self._architecture.name, most=most, table=table, length=way.length, attention=way.attention,
             call=way.call, largest_module=_largest(way.module), notes=tuple(notes),
-            runs=self._error is None,
+            runs=self._error is None, dense_decoder=dense_decoder(way.module, way.wrap),
         )  # fmt: skip
 
 

@@ -78,6 +78,11 @@ class ConfigSource(ModelSource):
         return (min(SEQUENCE, facts.most) if facts.most else SEQUENCE) if facts.length else None
 
     @property
+    def dense_decoder(self) -> bool:  # type: ignore[override]
+        """Whether its class is one of text."""
+        return self.facts.dense_decoder
+
+    @property
     def notes(self) -> list[str]:
         """What is to be said about it."""
         return [*self._own_notes, *self.facts.notes]

@@ -23,10 +23,10 @@ from zerosim.comm import Comm
 from zerosim.gradients import Gradients
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.parameters import Parameters
+from zerosim.planner.callers_batch import CallersBatch
 from zerosim.planner.model_source import ModelSource
 from zerosim.planner.recipes import PlannedOptions
 from zerosim.records.question import Question, ZeroConfig
-from zerosim.schemes import Scheme
 from zerosim.stages import Over, Stage
 from zerosim.updates import Update
 
@@ -278,7 +278,7 @@ class Stepping(Update):
         return largest
 
 
-class DeepSpeed(Scheme):
+class DeepSpeed(CallersBatch):
     """A training step as DeepSpeed runs it."""
 
     made_of = Bucketing, Coordinating, Stepping

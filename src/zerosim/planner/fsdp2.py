@@ -12,6 +12,7 @@ block and kept to the end of the backward, reduced last and all at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from zerosim.bands import Array, Band, DType
@@ -22,9 +23,9 @@ from zerosim.kernels.operations import Kernels
 from zerosim.layers import Checkpointed, Flat, Group, Layer, Role
 from zerosim.ledger import Ledger
 from zerosim.parameters import Parameters
+from zerosim.planner.callers_batch import CallersBatch
 from zerosim.planner.recipes import PlannedOptions
 from zerosim.ranks import Workspace
-from zerosim.schemes import Scheme
 from zerosim.stages import Over
 from zerosim.updates import Update
 
@@ -208,6 +209,7 @@ class Reducing(Accumulating):
         super().__init__(sharding, comms)
         self._root = {group for layer in sharding.layers if not wrapped(layer) for group in layer.groups}
         self._end = sharding.layers[0]  # where the backward ends
+        self._order = {group: place for place, group in enumerate(sharding.buckets)}
         self._wire = self._all.wire
 
     def begin(self) -> None:
@@ -228,15 +230,20 @@ class Reducing(Accumulating):
         return reduced
 
     def _reduce_together(self, groups: Sequence[Group], *, last: bool) -> list[Bucket]:
-        """``foreach_reduce``: all of a unit's gradients are copied before the first of them is freed."""
+        """``foreach_reduce``: all of a unit's gradients are copied before the first of them is freed. That of the last
+        parameter, as the model lists them, goes when it returns: ``unsharded_grad`` of its loop refers to it."""
+        if not groups:
+            return []
         buckets = [self._buckets[group] for group in groups]
-        if buckets:
-            self._free_reducing()
+        self._free_reducing()
         inputs = [self._ranks.hold(Band.BLOCKS, (each.padded,), each.name, self._wire) for each in buckets]
         for bucket in buckets:
             self._ranks.free(self._local.pop(bucket.group))
+        end = max(groups, key=self._order.__getitem__)
+        kept = self._ranks.hold(Band.UNREDUCED, (prod(end.shapes[-1]),), end.name)
         for bucket, given in zip(buckets, inputs, strict=True):
             self._reduce(bucket, given, last=last)
+        self._ranks.free(kept)
         return buckets
 
     def _spent(self, full: Array) -> None:
@@ -270,7 +277,7 @@ class Stepping(Update):
                 self._gradients.drop(bucket)
 
 
-class FSDP2(Scheme):
+class FSDP2(CallersBatch):
     """A training step as FSDP2 runs it."""
 
     made_of = Reducing, Unsharding, Stepping
@@ -281,7 +288,7 @@ class FSDP2(Scheme):
         self._work.on_loss = self._parameters.loss_computed
 
 
-class DDP(Scheme):
+class DDP(CallersBatch):
     """A training step as ``DistributedDataParallel`` runs it, or torch on one card; buckets are held beside it."""
 
     made_of = Accumulating, Parameters, Stepping

@@ -6,8 +6,9 @@ Owns what is read from each, and what is refused. Must not know how a plan is ma
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,24 @@ def read(path: Path) -> JobConfig:
             f" Pass a ds_config.json, or what accelerate config writes."
         )
     found = reader(values, path)
-    return JobConfig({name: value for name, value in found.options.items() if value is not None}, found.notes)
+    notes = [*found.notes, *_unread(values, path, _READ[reader])]
+    return JobConfig({name: value for name, value in found.options.items() if value is not None}, notes)
+
+
+def _unread(values: Mapping[str, Any], path: Path, read: Mapping[str, Collection[str]]) -> Iterator[str]:
+    """A note on the keys that a plan does not go by, and on those that may be misspelt."""
+    keys: list[str] = []
+    for within, known in read.items():
+        part = values.get(within) if within else values
+        if not isinstance(part, Mapping):
+            continue
+        for key in part:
+            if key not in known:
+                near = difflib.get_close_matches(key, sorted(set(known) - set(part)), n=1, cutoff=0.85)
+                name = f"{within}.{key}" if within else key
+                keys.append(f"{name} (is {near[0]} meant?)" if near else name)
+    if keys:
+        yield f"{path.name} has keys that a plan does not read: {', '.join(keys)}"
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -223,3 +241,32 @@ def _accelerate(values: Mapping[str, Any], path: Path) -> JobConfig:
     else:
         raise refuse(f"distributed_type {kind} ({path.name})", "config")
     return JobConfig(options, notes)
+
+
+# What is read of each kind of file, the whole and its parts.
+_READ: Mapping[Callable[[Mapping[str, Any], Path], JobConfig], Mapping[str, Collection[str]]] = {
+    _deepspeed: {
+        "": (
+            "zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
+            "bf16", "fp16", "optimizer",
+        ),
+        "zero_optimization": (
+            "stage", "offload_optimizer", "offload_param", *ZeroConfig.__struct_fields__,
+            *(f"stage3_{name}" for name in ZeroConfig.__struct_fields__),
+        ),
+    },
+    _accelerate: {
+        "": (
+            "distributed_type", "compute_environment", "num_processes", "mixed_precision", "fsdp_config",
+            "deepspeed_config",
+        ),
+        "fsdp_config": (
+            "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params",
+            "fsdp_activation_checkpointing",
+        ),
+        "deepspeed_config": (
+            "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
+            "gradient_accumulation_steps",
+        ),
+    },
+}  # fmt: skip

@@ -69,6 +69,8 @@ class ModelSource(ABC):
     """Of the hidden states of a language model, where it is known."""
     longest: int | None = None
     """The most tokens of a row that it was made for, where that is known."""
+    dense_decoder: bool = False
+    """Whether it is known to be a dense decoder of text."""
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ import msgspec
 from zerosim.bands import Band
 from zerosim.layers import Role
 from zerosim.planner import cluster as hardware
-from zerosim.planner import frozen, search
+from zerosim.planner import frozen, remedies, search
 from zerosim.planner.batch_sizes import MOST_ROWS
 from zerosim.planner.cards import Card
 from zerosim.planner.estimators import Facts, estimates
@@ -50,7 +50,7 @@ Advance = Callable[[str], None]
 
 def work(question: Question) -> int:
     """How often ``make`` tells that it has advanced, the largest models left out."""
-    searches = len(question.rows) * (1 + len(question.asked)) if question.memory else 0
+    searches = 1 + len(question.rows) * (1 + len(question.asked)) if question.memory else 0
     return 1 + len(question.rows) * len(question.gpus) + len(question.others) * len(question.asked) + searches
 
 
@@ -91,6 +91,8 @@ def make(source: ModelSource, question: Question, advance: Advance) -> Plan:
     no_fit = None
     if usable is not None and smallest and all(each.ranks is None for each in smallest):
         no_fit = _no_fit(runner, min(MOST_RANKS, model.params), usable)
+        advance("what takes less")
+        no_fit = msgspec.structs.replace(no_fit, remedies=tuple(remedies.tried(source, question, no_fit, usable)))
     return Plan(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -186,9 +188,9 @@ def cell(
             room = None  # of what a step adds nothing is known
     time = None
     if not runner.prepare(row).states_alone:
-        time = hardware.time(
-            ran, ranks, chosen, cluster, runner.options(row, ranks), runner.tokens, row, question.placement
-        )
+        error = hardware.error(question, ran, ranks, row, cluster, dense_decoder=runner.source.dense_decoder)
+        options = runner.options(row, ranks)
+        time = hardware.time(ran, ranks, chosen, cluster, options, runner.tokens, row, question.placement, error)
     return Cell(
         row=row,
         ranks=ranks,

@@ -20,9 +20,12 @@ from zerosim.bands import FP32
 from zerosim.model import MLP
 from zerosim.planner import frozen
 from zerosim.planner.batch_sizes import BatchSizes, compact
+from zerosim.planner.callers_batch import as_given
+from zerosim.planner.dense_decoder import dense_decoder
 from zerosim.planner.model_source import Inputs, ModelSource, Perceptron, Prepared, Workload, too_large
 from zerosim.torch_models.losses import cross_entropy
 from zerosim.torch_models.profile import measure
+from zerosim.torch_models.trees import tensors
 from zerosim.torch_models.units import blocks, partition
 from zerosim.worlds.shapes import ModelShapes, ShapeModel
 
@@ -62,6 +65,7 @@ class TorchModelSource(ModelSource):
         self._module, self._inputs, self._wrap = module, inputs, wrap
         self._loss, self._target, self._hint = loss, target, hint
         self._frozen = frozen_dtype
+        self.dense_decoder = dense_decoder(module, wrap)
         self._sizes: dict[tuple[int | None, str, str], BatchSizes] = {}
         too_large(sum(parameter.numel() for parameter in module.parameters()))
 
@@ -107,6 +111,7 @@ class TorchModelSource(ModelSource):
             reason = str(error) if known else f"plan(MODEL): {self.name} failed: {type(error).__name__}: {error}"
             hint = "Some kernels take 16 bits only: try --precision bf16." if compute == "fp32" else ""
             raise ValueError(" ".join(filter(None, (f"{reason.rstrip('.')}.", self._hint, hint)))) from error
+        found = as_given(found, tensors(inputs))
         if self._frozen is None:
             return found
         blocks = [unit.name for unit in partition(self._module, self._wrap) if unit.matched]

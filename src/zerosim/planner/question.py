@@ -156,6 +156,12 @@ def check(question: Question) -> Question:
             raise ValueError(f"plan({name}): one of {', '.join(known)}; got {value!r}.")
     if not question.gpus or not question.asked:
         raise ValueError("plan(gpus): at least one number of GPUs is needed, as in --gpus 8.")
+    if not question.rows and question.precision is not None:
+        raise ValueError(
+            f"plan(precision): under {question.precision!r} the 16-bit copy of a parameter is there only while it is "
+            f"gathered, and no scheme of --convention {question.convention} gathers parameters. Use another "
+            f"--precision, or --convention fsdp2."
+        )
     if not question.rows:
         raise ValueError("plan(rows): at least one row is needed, as in [ZeRO3].")
     for name, most in (("micro_batch", MOST_ROWS), ("sequence", MOST_ROWS), ("accumulate", 2**16), ("prefetch", 2**16)):

@@ -8,7 +8,7 @@ about, nor whether the speeds are what a card can reach at most (``bound``) or w
   and go between them, each over its own speed. FLOPs of a unit beyond two for each parameter and token are
   attention's. Each byte of an activation is written in forward, and read in backward, where its gradient is
   written; what backward holds it writes. The optimizer moves 28 bytes for its 13 FLOPs a parameter (Adam: seven
-  numbers of fp32).
+  numbers of fp32); on the host it is made by processors of which nothing is known here, and takes the card no time.
 * Sending takes bytes over bandwidth and hops times latency (ring costs: Patarasuk and Yuan 2009), on two tiers:
   what each card sends to its node, and what a node sends to others over all its network cards together, as
   collective libraries lay a ring through each. The slower tier counts. In a ring of all ranks, in the order of
@@ -131,6 +131,8 @@ def _computed(report: Report, products: Mapping[str, int]) -> list[Computed]:
         elif phase is Phase.BACKWARD:
             part, kept = forward.get(event.unit, (0.0, []))
             nbytes = held + 2 * (kept.pop() if kept else 0)
+        elif phase is Phase.HOST_OPTIMIZER:  # no work of the card's
+            part, nbytes, flops = 0.0, 0, 0
         else:
             part, nbytes = 0.0, round(flops * ADAM_BYTES)
         found.append(Computed(event.unit, phase, flops, round(part * flops), nbytes + rest))

@@ -34,7 +34,8 @@ class TimeModel(Record):
     ``products``: of the fastest product of the card; ``attention``: FLOPs for each byte that its memory could move;
     ``memory`` and ``network``: of their bandwidths. ``runs`` of ``sources`` were fitted. Predicted by a fit without
     its source, half of the runs are off by ``median`` of what was measured at most, and nine of ten took up to the part
-    ``band`` more or less than was predicted.
+    ``band`` more or less than was predicted. They ran on ``cards``, on the least to the most ``gpus``, in
+    ``precisions``.
     """
 
     products: float
@@ -45,6 +46,18 @@ class TimeModel(Record):
     median: float
     runs: int
     sources: tuple[str, ...]
+    cards: tuple[str, ...] = ()
+    gpus: tuple[int, int] = (0, 0)
+    precisions: tuple[str, ...] = ()
+
+    def has_seen(self, card: str, dtype: str, ranks: int) -> bool:
+        """Whether runs on such cards, as many, in that precision were fitted, so that the band is of such a step.
+
+        >>> fitted().has_seen("H100", "bf16", 8), fitted().has_seen("B200", "bf16", 8)
+        (True, False)
+        """
+        least, most = self.gpus
+        return card in self.cards and dtype in self.precisions and least <= ranks <= most
 
     def speeds(self, card: Card, dtype: str) -> Speeds:
         """What runs reach on such cards. ValueError for a dtype that the card has no peak for.

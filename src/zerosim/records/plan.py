@@ -98,8 +98,8 @@ class Shortage(Record):
 class StepEstimate(Record):
     """The seconds that a step is expected to take, computing and sending that nothing hides; what binds it.
 
-    ``error``: nine of ten published runs took up to this part more or less. None where that is not known: of models
-    without sequences or of less than a hundred million parameters, and of an efficiency that the reader states.
+    ``error``: nine of ten published runs took up to this part more or less. None where that is not known, as there was
+    no run like it, and of an efficiency that the reader states.
     """
 
     seconds: float
@@ -223,13 +223,25 @@ class LargestBatch(Record):
     at_least: bool
 
 
+class Remedy(Record):
+    """An option with which a step takes less, as it was tried: on how many GPUs, its peak, and whether a card holds it
+    beside the reserve."""
+
+    option: str
+    ranks: Positive
+    peak: Natural
+    fits: bool
+
+
 class NoFit(Record):
-    """A card too small for any N: the row and the N that need least, what they need, and what is to blame."""
+    """A card too small for any N: the row and the N that need least, what they need, what is to blame, and what was
+    tried and takes less."""
 
     row: Stage
     ranks: Positive
     peak: Peak
     shortage: Shortage
+    remedies: tuple[Remedy, ...] = ()
 
 
 class Surprise(Record):

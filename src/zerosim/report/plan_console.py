@@ -54,7 +54,8 @@ def _asked(plan: Plan) -> Iterator[str]:
     rows += f" × {model.sequence:,} tokens" if model.sequence else ""
     yield ", ".join([rows, *_step(plan), f"checkpointing {question.checkpoint}"])
     loss = [f"loss {'in ' * (question.loss in ('fp32', 'bf16'))}{question.loss}"] * bool(model.sequence)
-    recipe = f"{question.convention}'s rules, {plan.precision}: {plan.kept} bytes a parameter at rest"
+    of = "trained parameter" if model.frozen else "parameter"
+    recipe = f"{question.convention}'s rules, {plan.precision}: {plan.kept} bytes a {of} at rest"
     yield ", ".join([recipe, question.optimizer, *loss])
     if question.memory:
         named = f"{question.card}, " if question.card else ""
@@ -110,6 +111,8 @@ def _overview(plan: Plan, console: Console) -> Table:
         if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
             left_out |= {column}
             table = _rows(plan, left_out)
+    if "sent" in left_out:
+        table.caption = f"what is sent has no room in {console.width} columns: a wider terminal, or -v"
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from rich.markup import escape
 
@@ -12,12 +13,10 @@ from zerosim.records.question import Question
 from zerosim.report import plan_time
 from zerosim.util import sizes
 
+_GIB = 2**30
 HOW = {"at rest": "at rest", "peak": "at the peak"}
 REMEDIES = {
-    Band.ACTIVATIONS: "fewer rows or shorter sequences in a micro-batch, or --checkpoint full",
-    Band.GATHERED: "smaller units, or a shorter --prefetch",
-    Band.UNREDUCED: "smaller units",
-    Band.BLOCKS: "smaller units or a narrower --wire",
+    Band.ACTIVATIONS: "fewer rows or shorter sequences in a micro-batch, or more checkpointing",
     Band.BUCKET: "a smaller --bucket",
 }
 
@@ -153,13 +152,29 @@ def _no_fit(question: Question, no_fit: NoFit) -> str:
     blame = f"most of it is {peak.largest}, {sizes.both(peak.by_band[peak.largest])}"
     if alone > (question.memory or 0):
         blame = f"{peak.unit} alone takes {sizes.both(alone)} then, and {blame}"
-    remedy = REMEDIES.get(Band(peak.largest), "a smaller model")
+    least = ", which takes the least of those tried," if no_fit.row.optimizer else ""
     return (
-        f"[bold red]no N fits[/]: {no_fit.row.name} on {no_fit.ranks:,} still peaks at {sizes.both(peak.total)} "
-        f"({escape(instant(peak))}); {escape(blame)}. The smallest card that would do has "
-        f"{peak.total:,} bytes, {sizes.both(peak.total, 4)}{' beside the reserve' if question.reserve else ''}. What "
-        f"would help: {remedy}."
+        f"[bold red]no N fits[/]: {no_fit.row.name} on {no_fit.ranks:,}{least} still peaks at "
+        f"{sizes.both(peak.total)} ({escape(instant(peak))}); {escape(blame)}. The smallest card that would do has "
+        f"{_card(peak.total)}{' beside the reserve' if question.reserve else ''}. {_remedies(question, no_fit)}"
     )
+
+
+def _card(nbytes: int) -> str:
+    """A size that is no less."""
+    return f"{nbytes:,} bytes" if nbytes < _GIB else f"{ceil(10 * nbytes / _GIB) / 10:,.1f} GiB"
+
+
+def _remedies(question: Question, no_fit: NoFit) -> str:
+    """What was tried and takes less."""
+    if not no_fit.remedies:
+        return "Nothing else that was tried takes less: a larger card is needed, or a smaller model."
+    tried = [
+        f"{each.option} takes {size(question, each.peak)}{f' on {each.ranks:,}' * (each.ranks != no_fit.ranks)}"
+        f"{', which fits' * each.fits}"
+        for each in no_fit.remedies
+    ]
+    return f"What takes less, as tried one by one: {'; '.join(tried)}."
 
 
 def instant(peak: Peak) -> str:

@@ -105,8 +105,9 @@ class ModelShapes(msgspec.Struct, frozen=True, kw_only=True):
     """A model: its groups, its units in order, its loss (what that saves, and whom it feeds), and a rank's batch.
 
     ``inputs`` are the tensors that the module is called with, ``target`` and ``more_targets`` those that the loss
-    is given; their first axis is the rows of one micro-batch. ``notes`` say in words why some units are more than
-    the modules that were asked for.
+    is given; their first axis is the rows of one micro-batch. ``given`` are inputs as the caller has them, of which
+    the module reads a copy in another dtype. ``notes`` say in words why some units are more than the modules that
+    were asked for.
     """
 
     groups: tuple[GroupShapes, ...]
@@ -115,6 +116,7 @@ class ModelShapes(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[Tensor, ...]
     target: Tensor
     more_targets: tuple[Tensor, ...] = ()
+    given: tuple[Tensor, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
