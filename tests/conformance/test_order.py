@@ -1,6 +1,9 @@
 """Which rank is out of step, from what each has asked for so far, and what is said of it."""
 
 import os
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +117,26 @@ def test_what_one_rank_writes_the_others_read(tmp_path: object) -> None:
     assert other.verdict() == Mismatch(1, 4, "because")
     with pytest.raises(OSError, match="another job"):
         Board(path, b"x" * 16, 0, 2)
+
+
+def test_of_ranks_that_find_it_at_once_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes while another writes the verdict waits for it, and is not the first."""
+    token = Board.make(tmp_path / "board", 2)
+    one, other = (Board(tmp_path / "board", token, rank, 2) for rank in range(2))
+    write, said = Board._text, []
+    second = threading.Thread(target=lambda: said.append(other.announce(Mismatch(1, 4, "mine"))))
+
+    def slowly(board: Board, *given: Any) -> None:
+        if board is one:
+            second.start()
+            second.join(timeout=0.3)
+        write(board, *given)
+
+    monkeypatch.setattr(Board, "_text", slowly)
+    said.append(one.announce(Mismatch(0, 4, "because")))
+    second.join()
+    assert said == [True, False]
+    assert other.verdict() == Mismatch(0, 4, "because")
 
 
 def test_a_process_that_is_gone_is_dead() -> None:

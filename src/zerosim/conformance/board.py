@@ -11,6 +11,9 @@ import mmap
 import os
 import secrets
 import struct
+import threading
+import weakref
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +65,8 @@ class Board:
         self.rank, self.size = rank, size
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), TOKEN + _VERDICT + _SLOT * size)
+            self._file, self._turn = os.dup(file.fileno()), threading.Lock()
+        weakref.finalize(self, os.close, self._file)
         if self._map[:TOKEN] != token:
             raise OSError(f"{path} is of another job")
         self._step = self._count = self._beats = 0
@@ -141,10 +146,11 @@ class Board:
 
     def announce(self, found: Mismatch) -> bool:
         """Tell all ranks why this ends. False if another was first."""
-        if self.verdict() is not None:
-            return False
-        self._text(TOKEN, f"{found.rank}\n{found.step}\n{int(found.failed)}\n{found.text}", _VERDICT)
-        return True
+        with self._turn, _alone(self._file):  # several may have found it at once, and one is to say so
+            if self.verdict() is not None:
+                return False
+            self._text(TOKEN, f"{found.rank}\n{found.step}\n{int(found.failed)}\n{found.text}", _VERDICT)
+            return True
 
     def verdict(self) -> Mismatch | None:
         """Why this ends, if it does."""
@@ -158,6 +164,21 @@ class Board:
         """This rank has ended as it should."""
         with contextlib.suppress(ValueError):
             self.now(Doing.CLOSED)
+
+
+@contextlib.contextmanager
+def _alone(file: int) -> Iterator[None]:
+    """Within the block no other process is in one with this file, where the system has such locks."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def dead(slot: Slot) -> bool:
