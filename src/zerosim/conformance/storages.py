@@ -7,6 +7,7 @@ a step, and their ends. On a GPU the peak is the allocator's own. Must not know 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from zerosim.records.conformance import Held
 
 Tensor = Any
 LARGEST = 3  # of what is in no band, named
+SETTLED = 0.01  # seconds in which nothing has ended, after which what is there is taken to stay
 
 
 class Storages:
@@ -117,6 +119,7 @@ class Storages:
         """What is held now, by band, a storage of two bands belonging to the first; the rest is ``"elsewhere"``."""
         if not self.counting:
             return None
+        self._settle()
         rest: dict[str, int] = {}
         taken: set[int] = set()
         for band, tensors in bands.items():
@@ -132,6 +135,14 @@ class Storages:
         rest["elsewhere"] = sum(nbytes for nbytes, _ in others)
         peak = torch.cuda.max_memory_allocated() if self._cuda else self.peak
         return Held(rest=rest, peak=peak, largest=[f"{name}, {nbytes:,} B" for nbytes, name in others[:LARGEST]])
+
+    def _settle(self) -> None:
+        """Let what is over end: a collective's own thread gives up its tensors a moment after the collective."""
+        before, since = self.total, time.monotonic()
+        while time.monotonic() - since < SETTLED:
+            time.sleep(SETTLED / 10)
+            if self.total != before:
+                before, since = self.total, time.monotonic()
 
 
 def _key(tensor: Tensor) -> int:
