@@ -36,6 +36,7 @@ from zerosim.torch_models import trees
 from zerosim.torch_models.units import numpy_dtype
 from zerosim.util.arguments import instance_of, integer, one_of
 from zerosim.util.rows import Said, one
+from zerosim.util.words import counted
 
 dist: Any = torch.distributed
 Tensor = Any
@@ -138,9 +139,8 @@ class Check:
             self._judge = Judge(self.layout, row, self.ranks, recipe, dtype, local, self._expect, self._search)
 
     def __repr__(self) -> str:
-        counts = {"step": self._steps, "finding": len(self.findings)}
-        done = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
-        return f"Check({self.row.name} on {self.ranks} rank{'s' * (self.ranks != 1)}, rank {self.rank}: {done})"
+        done = f"{counted(self._steps, 'step')}, {counted(len(self.findings), 'finding')}"
+        return f"Check({self.row.name} on {counted(self.ranks, 'rank')}, rank {self.rank}: {done})"
 
     # -- what a user calls
 

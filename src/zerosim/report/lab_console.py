@@ -15,7 +15,8 @@ from zerosim.bands import WIRES
 from zerosim.records.failures import folded
 from zerosim.records.results import Check, OutOfMemoryRecord, Results
 from zerosim.report.lab_details import details
-from zerosim.report.tables import counted, number_table, screen, verdict
+from zerosim.report.tables import number_table, screen, verdict
+from zerosim.util.words import counted
 
 WIDTH = 80  # where there is no terminal to ask
 SHOWN, SHOWN_VERBOSE = 5, 20  # kinds of failure of a check

@@ -26,6 +26,7 @@ from zerosim.report.ownership import bands_of, declared
 from zerosim.report.page_tables import summary, tables
 from zerosim.stages import Stage
 from zerosim.util import sizes
+from zerosim.util.words import counted
 
 STYLES = ("page.css",)
 SCRIPTS = (
@@ -49,7 +50,7 @@ _CLAIMS = {
 
 def page(results: Results) -> str:
     """The whole page."""
-    ranks = _some(results.settings.ranks, "virtual GPU")
+    ranks = counted(results.settings.ranks, "virtual GPU")
     parts = {
         "opening": written(_opening(results)),
         "verdicts": written(*_verdicts(results)),
@@ -142,14 +143,10 @@ def _run(row: Stage, ranks: int, node: int | None, events: Sequence[EventRecord]
 # -- the words above and below
 
 
-def _some(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
 def _opening(results: Results) -> Tree.Element:
     """What ZeRO is, for somebody who has never heard of it, and what came of it here."""
     text = (
-        f"To train one model on {_some(results.settings.ranks, 'GPU')}, plain data parallelism keeps all of it on "
+        f"To train one model on {counted(results.settings.ranks, 'GPU')}, plain data parallelism keeps all of it on "
         "every GPU: the parameters, their gradients and what the optimizer remembers of each. ZeRO lets a GPU keep "
         "only its own share of these and fetch the rest when it is needed"
     )
@@ -168,8 +165,8 @@ def _opening(results: Results) -> Tree.Element:
 def _asked(results: Results) -> Tree.Element:
     """What was run, in one sentence."""
     settings = results.settings
-    rows = f" of {_some(settings.batch, 'row')} per rank" if settings.batch else ""
-    runs = f"{_some(settings.ranks, 'virtual GPU')}: {_some(settings.steps, 'step')}{rows}"
+    rows = f" of {counted(settings.batch, 'row')} per rank" if settings.batch else ""
+    runs = f"{counted(settings.ranks, 'virtual GPU')}: {counted(settings.steps, 'step')}{rows}"
     named = {"data": settings.data, "precision": settings.precision, "wire": settings.wire} | settings.others
     options = ", ".join(f"{name} {value}" for name, value in named.items() if value)
     card = f", cards of {settings.capacity:,} B" if settings.capacity is not None else ""
@@ -204,10 +201,10 @@ def _verdict(results: Results, check: str) -> Tree.Element:
     if any(record.out_of_memory for record in results.schemes):
         claim = claim.replace("All schemes", "All schemes that the cards have room for").replace("step", "step made")
     if count := sum(failure.check == check for failure in results.failures):
-        return element("li", element("b", f"✗ {check}: fails, {_some(count, 'time')}"), f" {claim}", class_="fails")
+        return element("li", element("b", f"✗ {check}: fails, {counted(count, 'time')}"), f" {claim}", class_="fails")
     word, look = f"✓ {check}: holds", "holds"
     if check == Check.SAME_TRAINING:
-        claim = f"{claim} {_some(compared, 'comparison')}."
+        claim = f"{claim} {counted(compared, 'comparison')}."
     if nothing := results.nothing_compared(check):  # what holds of nothing is no finding
         word, look, claim = f"– {check}: nothing to compare", "nothing", f"{nothing[0].upper()}{nothing[1:]}."
     return element("li", element("b", word), f" {claim}", class_=look)

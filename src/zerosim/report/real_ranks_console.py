@@ -11,8 +11,9 @@ from rich.table import Table
 
 from zerosim.bands import WIRES, Band
 from zerosim.records.real_ranks import BYTES, CHECKS, NAMESPACE, Corroboration, Flow, RankRecord, Run
-from zerosim.report.tables import counted, number_table, screen, verdict
+from zerosim.report.tables import number_table, screen, verdict
 from zerosim.util import sizes
+from zerosim.util.words import counted
 
 METERS = {"process": "/proc/self/io", "sockets": "the TCP sockets"}
 SHORT = {"process": "by\n/proc", "sockets": "by\nsocket"}

@@ -19,11 +19,6 @@ def screen(console: Console | None = None, *, width: int) -> Console:
     return console if console.is_terminal else Console(file=console.file, highlight=False, width=width)
 
 
-def counted(count: int, what: str) -> str:
-    """How many there are: one step, two steps."""
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
 def verdict(check: str, holds: bool | None, said: str, *, partly: bool = False) -> Text:
     """A line: whether a check holds, or None if nothing was measured, ``partly`` if not everything was; and of what."""
     s = "" if check.endswith("s") else "s"
